@@ -1,0 +1,150 @@
+"""Open files of the mount: handles, and the choice between kernel passthrough and handled reads.
+
+The kernel allows one mode for all handles that are open on a node at the same time (see
+farside/fuse/README.md), so the mode is chosen when the first of them opens and kept until the last closes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+
+from farside.fuse import OpenOut, Session
+from farside.fuse.abi import FOPEN_KEEP_CACHE, FOPEN_NOFLUSH, FOPEN_PASSTHROUGH
+from farside.mount.nodes import Node, path_of
+from farside.spoke.cachedfile import CachedFile
+from farside.spoke.openfile import OpenFile, Prefetcher
+from farside.spoke.spoke import Spoke
+
+VERIFY_AT_OPEN = 1 << 30
+"""A whole file that was cached before the start of the spoke is verified at its first open if it is no
+larger (bytes; about a second of disk reads), so that it can be passed through from the first read on."""
+
+
+class Shared:
+    """What all handles on one node share. ``backing`` is 0 for handled reads."""
+
+    __slots__ = ("backing", "cached", "count", "node")
+
+    def __init__(self, node: Node, cached: CachedFile, backing: int) -> None:
+        self.node = node
+        self.cached = cached
+        self.backing = backing
+        self.count = 0
+
+
+class OpenFiles:
+    """The handles of one mount. ``session`` is set when the mount is there.
+
+    Attributes:
+        handles: handle number → open file; read by FUSE threads.
+    """
+
+    session: Session
+
+    def __init__(self, spoke: Spoke, loop: asyncio.AbstractEventLoop) -> None:
+        self.spoke = spoke
+        self.handles: dict[int, OpenFile] = {}
+        self.passthrough_opens = 0
+        self.handled_opens = 0
+        self._loop = loop
+        self._prefetcher = Prefetcher(spoke)
+        self._lock = threading.Lock()
+        self._shared: dict[int, Shared] = {}
+        self._of_handle: dict[int, Shared] = {}
+        self._opening: dict[int, asyncio.Future[None]] = {}
+        self._next = 1
+
+    def open_again(self, node: Node) -> OpenOut | None:
+        """[any thread] One more handle on a node that is open already; None when it is not."""
+        with self._lock:
+            shared = self._shared.get(node.id)
+            if shared is None:
+                return None
+            shared.count += 1
+            fh = self._next
+            self._next += 1
+            self._of_handle[fh] = shared
+        path = path_of(node)
+        self.handles[fh] = self._prefetcher.open(path, shared.cached)
+        if self._prefetcher.awaits(path):
+            self._loop.call_soon_threadsafe(self._prefetcher.opened, path)
+        if shared.backing:
+            self.passthrough_opens += 1
+            return OpenOut(fh, FOPEN_PASSTHROUGH | FOPEN_NOFLUSH, shared.backing)
+        self.handled_opens += 1
+        return OpenOut(fh, FOPEN_KEEP_CACHE | FOPEN_NOFLUSH)
+
+    async def open(self, node: Node) -> OpenOut:
+        """[loop] A handle on a node, the first one or one more."""
+        while (opened := self.open_again(node)) is None:
+            first = self._opening.get(node.id)
+            if first is not None:
+                await asyncio.wait({first})
+                continue
+            done = self._opening[node.id] = self._loop.create_future()
+            try:
+                shared = await self._first(node)
+                with self._lock:
+                    self._shared[node.id] = shared
+            finally:
+                del self._opening[node.id]
+                done.set_result(None)
+        return opened
+
+    async def _first(self, node: Node) -> Shared:
+        cached = self.spoke.cached_file(path_of(node), node.attr)
+        cached.acquire()
+        try:
+            backing = await self._back(cached) if self.session.passthrough else 0
+        except BaseException:
+            cached.release()
+            raise
+        return Shared(node, cached, backing)
+
+    async def _back(self, cached: CachedFile) -> int:
+        """A backing id for a file that is wholly cached and verified; 0 when it is not, or cannot be."""
+        await self.spoke.load(cached)
+        if cached.fully_on_disk and not cached.complete and cached.size <= VERIFY_AT_OPEN:
+            await self.spoke.fetcher.verify(cached)
+        if not cached.passthrough_ready:
+            return 0
+        fd = cached.passthrough_fd()
+        if fd < 0:
+            return 0
+        try:
+            return self.session.backing_open(fd)
+        except OSError:
+            cached.passthrough_release()  # all ids in use, or not here at all: `status` says so
+            return 0
+        finally:
+            os.close(fd)
+
+    def release(self, fh: int) -> None:
+        """[any thread] A handle was closed; with the last one the file's mode may change again."""
+        with self._lock:
+            self.handles.pop(fh, None)
+            shared = self._of_handle.pop(fh, None)
+            if shared is None:
+                return
+            shared.count -= 1
+            if shared.count:
+                return
+            if self._shared.get(shared.node.id) is shared:
+                del self._shared[shared.node.id]
+        try:
+            self._loop.call_soon_threadsafe(self._drop, shared)
+        except RuntimeError:
+            pass  # the loop has ended: the cache is closed, and the kernel took its ids with the mount
+
+    def _drop(self, shared: Shared) -> None:
+        if shared.backing:
+            self.session.backing_close(shared.backing)
+            shared.cached.passthrough_release()
+        shared.cached.release()
+
+    def close(self) -> None:
+        """[loop] The mount is gone: whatever was open is not any more."""
+        for fh in list(self._of_handle):
+            self.release(fh)
