@@ -80,11 +80,11 @@ def parse_count(value: object) -> int:
     return int(str(value))
 
 
-def _parse_congestion(value: object) -> str | None:
+def _parse_congestion(value: object) -> str:
     name = str(value)
     if not re.fullmatch(r"[a-z0-9_]{1,15}", name):
         raise UsageError(f"{name!r} is not a congestion control", hint="for example bbr, cubic or default")
-    return None if name == "default" else name
+    return name
 
 
 def _parse_positive_duration(value: object) -> float:
@@ -215,14 +215,14 @@ class MountConfig:
     ] = 30.0
     connections: Annotated[int, Setting(parse_count, "TCP connections to the hub.", "N", "16")] = 16
     congestion: Annotated[
-        str | None,
+        str,
         Setting(
             _parse_congestion,
-            "TCP congestion control; 'default' leaves the kernel's.",
+            "TCP congestion control; 'auto' is bbr where the kernel has it, 'default' the kernel's.",
             "NAME",
-            "bbr where the kernel has it",
+            "auto",
         ),
-    ] = "bbr"
+    ] = "auto"
     read_ahead: Annotated[
         int, Setting(_parse_size, "The most that is read ahead of one reader; 0 for none.", "SIZE", "128M")
     ] = 128 * 1024 * 1024
@@ -277,6 +277,15 @@ class HubConfig:
         float,
         Setting(_parse_positive_duration, "How long a silent spoke may trust what it knows.", "TIME", "10s"),
     ] = 10.0
+    congestion: Annotated[
+        str,
+        Setting(
+            _parse_congestion,
+            "TCP congestion control; 'auto' is bbr where the kernel has it, 'default' the kernel's.",
+            "NAME",
+            "auto",
+        ),
+    ] = "auto"
 
     def __post_init__(self) -> None:
         if not self.portals:

@@ -194,7 +194,8 @@ def test_a_hub_without_state_says_hub_init(data: Path, tmp_path: Path) -> None:
 
 @pytest.mark.process
 def test_serve_until_sigterm(data: Path) -> None:
-    with serving(f"--portal=c4={data}", "--insecure", "--listen", "127.0.0.1:0") as (hub, line):
+    argv = (f"--portal=c4={data}", "--insecure", "--listen", "127.0.0.1:0", f"--state-dir={data}.state")
+    with serving(*argv) as (hub, line):
         assert line["portals"] == {"c4": str(data)}
         assert line["tls"] is False
         socket.create_connection((line["host"], line["port"]), 5).close()

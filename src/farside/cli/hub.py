@@ -139,10 +139,11 @@ async def _serve(config: HubConfig, as_json: bool) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     server = Hub(
-        None if config.insecure else config.state_dir,
+        config.state_dir,
         [PortalSpec(p.name, p.root, False) for p in config.portals],
         insecure=config.insecure,
         lease_s=config.lease_s,
+        congestion=config.congestion,
     )
     port = await server.start(config.listen.host, config.listen.port)
     at = Endpoint(config.listen.host, port)

@@ -94,7 +94,8 @@ def _title(now: dict[str, Any]) -> str:
         f"{click.style(now['mountpoint'], bold=True)}  {now.get('hub')}/{now.get('portal')}  {state}{since}"
     )
     if not up:
-        title += "\n  the hub does not answer: what is cached can be read, the rest fails until it is back"
+        why = now.get("reason") or "the hub does not answer"
+        title += f"\n  {why}: what is cached can be read, the rest fails until it is back"
     return title
 
 
@@ -168,7 +169,8 @@ def _names(names: dict[str, Any]) -> str:
 def _mount(now: dict[str, Any]) -> str:
     mount = now.get("mount", {})
     if mount.get("passthrough"):
-        way = "kernel passthrough"
+        opens, handled = mount.get("passthrough_opens", 0), mount.get("handled_opens", 0)
+        way = f"kernel passthrough ({opens:,} opens, {handled:,} handled)"
     else:
         way = "reads handled by this process"
         if mount.get("passthrough_reason"):

@@ -27,6 +27,7 @@ from farside.hub.state import HubState, Spoke
 from farside.hub.sweep import SWEEP_S
 from farside.protocol.messages import AnyMessage, DirChange, Hello, Join, Joined, Welcome
 from farside.protocol.server import Responder, Server, ServerConnection, serve
+from farside.protocol.sockets import choose_congestion
 from farside.protocol.tls import CertificateAuthority, hub_context
 
 log = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ class Hub:
         name: str | None = None,
         max_watches: int | None = None,
         sweep_s: float = SWEEP_S,
+        congestion: str = "auto",
     ) -> None:
         if not portals:
             raise UsageError("there is no portal to serve", hint="give at least one: --portal NAME=DIR")
@@ -80,6 +82,7 @@ class Hub:
         self._name = name
         self._max_watches = max_watches
         self._sweep_s = sweep_s
+        self._congestion = choose_congestion(congestion)
         self._state: HubState | None = None
         self._authority: CertificateAuthority | None = None
         self._spokes: dict[str, Spoke] = {}
@@ -121,7 +124,7 @@ class Hub:
             if not self._insecure:
                 assert self._state_dir is not None
                 tls = hub_context(self._state_dir)
-            self._server = await serve(host, port, tls=tls, handler=self)
+            self._server = await serve(host, port, tls=tls, handler=self, congestion=self._congestion)
         except BaseException:
             await self.stop()
             raise

@@ -228,6 +228,7 @@ class Mount:
             "hub": str(self.config.hub.endpoint),
             "portal": self.config.hub.portal,
             "state": "up" if link.up else "away",
+            "reason": "" if link.up else link.totals.last_error,
             "since_s": round(time.monotonic() - link.since, 3),
             "link": {
                 "rtt_ms": round(link.rtt_s * 1e3, 3) if link.rtt_s else None,

@@ -51,6 +51,27 @@ def check_congestion(congestion: str | None) -> None:
             tune(probe, congestion)
 
 
+def choose_congestion(setting: str) -> str | None:
+    """The congestion control for a setting: ``auto`` is bbr where this kernel offers it, ``default`` the
+    kernel's own (None), any other name itself.
+
+    BBR paces to the measured bottleneck instead of backing off at each loss (Cardwell et al., 2016), which
+    long paths need; the side that sends the bulk, the hub, needs it most.
+
+    Raises:
+        UsageError: a control that was asked for by name is not to be had.
+    """
+    if setting == "default":
+        return None
+    try:
+        check_congestion("bbr" if setting == "auto" else setting)
+    except UsageError:
+        if setting == "auto":
+            return None
+        raise
+    return "bbr" if setting == "auto" else setting
+
+
 def address_text(address: object) -> str:
     """``host:port`` of a socket address, IPv6 in brackets."""
     if isinstance(address, tuple) and len(address) >= 2:
