@@ -121,12 +121,19 @@ class Filesystem(Operations):
         except RuntimeError:
             pass  # the loop has ended, and the task with it
 
+    def _patience(self) -> asyncio.Timeout:
+        """Bounds what waits for the hub; more tightly while it is silent, for the kernel tries again."""
+        return asyncio.timeout(self.spoke.link.patience(self.spoke.config.timeout_s))
+
     async def _answer(self, req: Request, work: Coroutine[Any, Any, None]) -> None:
         try:
             await work
         except asyncio.CancelledError:
             req.error(errno.EINTR)
             raise
+        except TimeoutError:
+            self.spoke.errors["timeout"] += 1
+            req.error(errno.ETIMEDOUT)
         except FarsideError as e:
             self.spoke.count_error(e)
             req.error(e.errno)
@@ -150,7 +157,8 @@ class Filesystem(Operations):
         return DEFERRED
 
     async def _lookup(self, req: Request, node: Node, name: bytes) -> None:
-        value = await self.names.lookup(node.path or b"", name)
+        async with self._patience():
+            value = await self.names.lookup(node.path or b"", name)
         reply_entry(req, self._entry(node, name, value))
 
     def _directory(self, node_id: int) -> Node:
@@ -185,7 +193,8 @@ class Filesystem(Operations):
 
     async def _getattr(self, req: Request, node: Node) -> None:
         assert node.parent is not None
-        value = await self.names.lookup(node.parent.path or b"", node.name)
+        async with self._patience():
+            value = await self.names.lookup(node.parent.path or b"", node.name)
         reply_attr(req, self._dir_attr(node, value))
 
     def _dir_attr(self, node: Node, value: bytes | None) -> AttrOut:
@@ -218,7 +227,8 @@ class Filesystem(Operations):
 
     async def _snapshot(self, handle: DirHandle) -> None:
         node = handle.node
-        directory = await self.names.directory(node.path or b"")
+        async with self._patience():
+            directory = await self.names.directory(node.path or b"")
         handle.entries = directory.snapshot()
         handle.parent_ino = node.parent.attr.fileid if node.parent else node.attr.fileid
         handle.started = False
@@ -321,7 +331,9 @@ class Filesystem(Operations):
 
     async def _open(self, req: Request, node: Node) -> None:
         assert node.parent is not None
-        self._check_current(node, await self.names.lookup(node.parent.path or b"", node.name))
+        async with self._patience():
+            value = await self.names.lookup(node.parent.path or b"", node.name)
+        self._check_current(node, value)
         opened = await self.files.open(node)
         if not reply_open(req, opened):
             self.files.release(opened.fh)
@@ -364,7 +376,8 @@ class Filesystem(Operations):
             pass  # the loop has ended; nothing is read ahead any more
 
     async def _read(self, req: Request, file: OpenFile, offset: int, size: int, begun: int) -> None:
-        data = await file.read(offset, size)
+        async with self._patience():
+            data = await file.read(offset, size)
         reply_data(req, data)
         self.misses.add(time.perf_counter_ns() - begun)
         self.miss_bytes += len(data)

@@ -58,7 +58,7 @@ BEAT_S = 2.0
 SILENT_S = 3.0
 """A hub that has not acknowledged a heartbeat for so long is on its way to be away."""
 
-LAST_TRY_S = 0.5
+LAST_TRY_S = 1.0
 """What a request may still wait for a hub that has been silent for longer than the whole timeout."""
 
 METADATA_TIMEOUT = 20.0
