@@ -86,7 +86,7 @@ class Filesystem(Operations):
         self.misses = Latencies()
         self.hit_bytes: dict[int, int] = {}  # by thread
         self.miss_bytes = 0
-        self.reading: dict[int, tuple[Request, OpenFile, int, int, float]] = {}
+        self.reading: dict[int, tuple[Request, int, int, int, float]] = {}
         """By FUSE thread: the hit being read from the cache's disk, since when (monotonic)."""
         self._local = _Local()
         self._dirs: dict[int, DirHandle] = {}
@@ -349,16 +349,18 @@ class Filesystem(Operations):
         self, req: Request, nodeid: int, fh: int, offset: int, size: int, buffer: memoryview
     ) -> int | Deferred:
         begun = time.perf_counter_ns()
-        file = self.files.handles[fh]
+        file = self.files.handles.get(fh)
+        if file is None:  # only while the mount goes away: every handle is closed then
+            raise OSError(errno.EIO, "the mount is closing")
         want = min(size, file.size - offset)
         if want <= 0:
             return 0
         me = threading.get_ident()
-        self.reading[me] = (req, file, offset, want, time.monotonic())
+        self.reading[me] = (req, fh, offset, want, time.monotonic())
         got = file.cached.try_read(offset, buffer[:want])
         self.reading.pop(me, None)  # the loop may have taken it over, see rescue
         if got < 0:
-            return self._later(req, self._read(req, file, offset, want, begun))
+            return self._later(req, self._read(req, fh, offset, want, begun))
         if file.wants_attention(offset, got):
             self._attend(file, offset, got)
         latencies = self._local.latencies
@@ -375,9 +377,9 @@ class Filesystem(Operations):
         except RuntimeError:
             pass  # the loop has ended; nothing is read ahead any more
 
-    async def _read(self, req: Request, file: OpenFile, offset: int, size: int, begun: int) -> None:
+    async def _read(self, req: Request, fh: int, offset: int, size: int, begun: int) -> None:
         async with self._patience():
-            data = await file.read(offset, size)
+            data = await self.files.read(fh, offset, size)
         reply_data(req, data)
         self.misses.add(time.perf_counter_ns() - begun)
         self.miss_bytes += len(data)
@@ -385,11 +387,11 @@ class Filesystem(Operations):
     def rescue(self, older_than_s: float) -> int:
         """[loop] Answer over the link what has hung on the cache's disk for too long; returns how many."""
         stuck = 0
-        for me, (req, file, offset, size, since) in list(self.reading.items()):
-            if time.monotonic() - since > older_than_s and not req.answered and self.reading.get(me):
-                stuck += 1
+        for me, (req, fh, offset, size, since) in list(self.reading.items()):
+            if time.monotonic() - since > older_than_s and not req.answered:
                 self.reading.pop(me, None)
-                self._begin(req, self._read(req, file, offset, size, time.perf_counter_ns()))
+                stuck += 1
+                self._begin(req, self._read(req, fh, offset, size, time.perf_counter_ns()))
         return stuck
 
     def release(self, req: Request, nodeid: int, fh: int) -> None:

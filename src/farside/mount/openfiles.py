@@ -10,9 +10,11 @@ import asyncio
 import os
 import threading
 
+from farside.errors import StaleVersion
 from farside.fuse import OpenOut, Session
 from farside.fuse.abi import FOPEN_KEEP_CACHE, FOPEN_NOFLUSH, FOPEN_PASSTHROUGH
 from farside.mount.nodes import Node, path_of
+from farside.protocol.attributes import attr_of
 from farside.spoke.cachedfile import CachedFile
 from farside.spoke.openfile import OpenFile, Prefetcher
 from farside.spoke.spoke import Spoke
@@ -23,15 +25,21 @@ larger (bytes; about a second of disk reads), so that it can be passed through f
 
 
 class Shared:
-    """What all handles on one node share. ``backing`` is 0 for handled reads."""
+    """What all handles on one node share.
 
-    __slots__ = ("backing", "cached", "count", "node")
+    Attributes:
+        backing: the backing id of passthrough; 0 for handled reads.
+        served: bytes that came over the link were handed out.
+    """
+
+    __slots__ = ("backing", "cached", "count", "node", "served")
 
     def __init__(self, node: Node, cached: CachedFile, backing: int) -> None:
         self.node = node
         self.cached = cached
         self.backing = backing
         self.count = 0
+        self.served = False
 
 
 class OpenFiles:
@@ -120,6 +128,44 @@ class OpenFiles:
             return 0
         finally:
             os.close(fd)
+
+    async def read(self, fh: int, offset: int, size: int) -> bytes | bytearray | memoryview:
+        """[loop] Bytes that were not ready in the cache.
+
+        A file that changed between the look-up and the first read is read in its new version, if it kept
+        its size: nobody has seen a byte of the old one. Raises as ``OpenFile.read``.
+        """
+        for last_try in (False, False, True):
+            file, shared = self.handles[fh], self._of_handle[fh]
+            cached = file.cached
+            try:
+                data = await file.read(offset, size)
+            except StaleVersion:
+                if last_try or (file.cached is cached and not await self._renew(shared)):
+                    raise
+                continue
+            shared.served = True
+            return data
+        raise AssertionError("unreachable")
+
+    async def _renew(self, shared: Shared) -> bool:
+        """Bind handles of which no byte was read to the version that is there now; False when one was."""
+        node, old = shared.node, shared.cached
+        assert node.parent is not None
+        value = await self.spoke.namespace.lookup(node.parent.path or b"", node.name)
+        if value is None or shared.served or shared.backing or old.present or shared.cached is not old:
+            return shared.cached is not old
+        attr, before = attr_of(value), node.attr
+        if (attr.fileid, attr.size, attr.mode) != (before.fileid, before.size, before.mode):
+            return False
+        node.value = value
+        shared.cached = self.spoke.cached_file(path_of(node), attr)
+        shared.cached.acquire()
+        old.release()
+        for fh, other in list(self._of_handle.items()):
+            if other is shared and (handle := self.handles.get(fh)) is not None:
+                handle.cached = shared.cached
+        return True
 
     def release(self, fh: int) -> None:
         """[any thread] A handle was closed; with the last one the file's mode may change again."""

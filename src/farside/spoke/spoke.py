@@ -79,7 +79,6 @@ class Spoke:
         self._sync: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._xattrs: OrderedDict[bytes, dict[bytes, bytes]] = OrderedDict()
-        cache.on_bypass = self._bypass_changed
 
     async def start(self) -> None:
         """Attach; the namespace goes on coming in the background.
@@ -203,13 +202,6 @@ class Spoke:
         """The hub refused a read because the file changed: what is known of its name is out of date."""
         directory, name = split(file.path)
         self._forgotten(self.namespace.invalidate((DirChange(directory, (name,)),)))
-
-    def _bypass_changed(self, reason: str | None) -> None:
-        """[any thread] The cache gave its disk up for a while, or took it back."""
-        if reason is None:
-            self.log.warning("the cache disk is used again")
-        else:
-            self.log.warning("the cache is bypassed, reads go to the hub: %s", reason)
 
     def _spawn(self, coro: Any) -> None:
         task = asyncio.get_running_loop().create_task(coro)
