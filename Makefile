@@ -25,9 +25,8 @@ help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
 
 $(BIN)/python:
-	@command -v $(PYTHON) >/dev/null || { \
-	  echo "farside needs Python 3.11 or newer, and '$(PYTHON)' was not found: install it, or say make PYTHON=/path/to/python3.11" >&2; exit 1; }
-	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else "farside needs Python 3.11 or newer, and $(PYTHON) is %d.%d: say make PYTHON=/path/to/python3.11" % v[:2])'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "farside needs Python 3.11 or newer, and '$(PYTHON)' is not that: say make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 	  echo "$(PYTHON) cannot make virtual environments: install python3-venv (apt install python3-venv)" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
