@@ -16,7 +16,7 @@ from typing import Any
 
 from farside import __version__
 from farside.config import MountConfig
-from farside.errors import FarsideError, HubUnreachable, RemoteError
+from farside.errors import CacheError, FarsideError, HubUnreachable, RemoteError
 from farside.protocol.attributes import Attr
 from farside.protocol.frames import OLDEST, PROTOCOL
 from farside.protocol.messages import Attached, DirChange, Hello
@@ -148,7 +148,10 @@ class Spoke:
 
     def _attached(self, attached: Attached, lease_until: float) -> None:
         if not hasattr(self, "namespace"):
-            self._store = Store(self.config.cache_dir / NAMESPACE_DB)
+            try:
+                self._store = Store(self.config.cache_dir / NAMESPACE_DB)
+            except CacheError as e:
+                self.log.warning("names are not kept on disk: %s", e)
             self.namespace = Namespace(
                 self._store,
                 attached.portal_id,
