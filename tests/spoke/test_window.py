@@ -120,7 +120,7 @@ def test_finds_a_faster_and_a_slower_and_a_longer_path() -> None:
     link = SimulatedLink(window, 0.1 * GBIT, 0.060)
     link.run(10)
     link.rate = 1 * GBIT
-    link.run(3)
+    link.run(8)
     assert link.run(5).share(link.rate) >= 0.95
     link.rate = 0.05 * GBIT
     link.run(30)

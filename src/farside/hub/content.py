@@ -17,7 +17,6 @@ by the watch when the writer closes (``versions.py``).
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import stat
@@ -41,22 +40,6 @@ LATENCY_S = 0.02
 
 _OPEN = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY
 _digest = xxhash.xxh3_128_digest
-
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_KEEP = 64 * 1024 * 1024
-
-
-def keep_freed_memory() -> None:
-    """Tells the C library to reuse the memory of parts instead of giving it back after each.
-
-    Fresh pages for every part cost as much as reading it: 0.14 instead of 0.26 CPU seconds per GB. It holds
-    for the whole process; a C library other than glibc is left as it is.
-    """
-    tune = getattr(ctypes.CDLL(None), "mallopt", None)
-    if tune is not None:
-        tune(_M_MMAP_THRESHOLD, _KEEP // 2)
-        tune(_M_TRIM_THRESHOLD, _KEEP)
 
 
 class Part(NamedTuple):

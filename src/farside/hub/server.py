@@ -17,7 +17,6 @@ from cryptography.hazmat.primitives import hashes, serialization
 
 import farside
 from farside.errors import AuthError, HubUnreachable, UsageError
-from farside.hub.content import keep_freed_memory
 from farside.hub.export import Export
 from farside.hub.leases import Lease
 from farside.hub.portal import PortalSpec
@@ -25,6 +24,7 @@ from farside.hub.requests import Requests
 from farside.hub.session import Counters, Session
 from farside.hub.state import HubState, Spoke
 from farside.hub.sweep import SWEEP_S
+from farside.memory import keep_freed_memory
 from farside.protocol.messages import AnyMessage, DirChange, Hello, Join, Joined, Welcome
 from farside.protocol.server import Responder, Server, ServerConnection, serve
 from farside.protocol.sockets import choose_congestion

@@ -21,6 +21,10 @@ from farside.protocol.messages import CHUNK
 FIRST = 2 << 20
 """Readahead behind the first read at offset 0, bytes: programs that look only at a header cost no more."""
 
+LARGE_READ = 512 * 1024
+FIRST_LARGE = 8 << 20
+"""The same behind a first read of at least LARGE_READ: who asks for so much wants the whole file."""
+
 SMALLEST = 256 * 1024
 """Readahead of a stream that begins in the middle of a file, bytes."""
 
@@ -212,6 +216,7 @@ class Readahead:
             self._streams.remove(min(self._streams, key=lambda s: s.used))
         self._streams.append(stream)
         if offset == 0:
-            stream.distance = max(min(self.inherited, limit), min(FIRST, max(limit, SMALLEST)))
+            first = FIRST_LARGE if end >= LARGE_READ else FIRST
+            stream.distance = max(min(self.inherited, limit), min(first, max(limit, SMALLEST)))
             return self._extend(stream)
         return Advice(random=True)

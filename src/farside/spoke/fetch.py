@@ -34,6 +34,10 @@ WIDEN = 2
 """A demand fetches aligned groups of this many chunks: 128 KiB."""
 
 MAX_CHUNKS = MAX_READ // CHUNK
+DEMAND_CHUNKS = 2
+"""A demand is asked for in requests of at most 128 KiB, each on the connection with the least to do: what one
+connection that is still in slow start would carry in five round trips, many carry in two."""
+
 MIN_REQUEST = 256 * 1024
 MAX_FILES = 512
 """Files in one request."""
@@ -192,12 +196,13 @@ class Fetcher:
             if last % WIDEN and last < file.chunks and self._is_absent(files, last):
                 last += 1
             self._wants.take_over(files, first, last)
-            for a in range(first, last, MAX_CHUNKS):
-                segment = self._moves.fly(files, a, min(a + MAX_CHUNKS, last), Reason.DEMAND)
+            for a in range(first, last, DEMAND_CHUNKS):
+                segment = self._moves.fly(files, a, min(a + DEMAND_CHUNKS, last), Reason.DEMAND)
                 segment.waiters.append(waiter)
                 segments.append(segment)
             waiter.missing += stop - begin
-        self._moves.send(segments, Reason.DEMAND, urgent=True)
+        for segment in segments:
+            self._moves.send([segment], Reason.DEMAND, urgent=True)
 
     def _is_absent(self, files: FileFetch, chunk: int) -> bool:
         return not files.file.state[chunk] and chunk not in files.flying

@@ -288,10 +288,13 @@ class Link:
         return await self._control.call(message, payload, timeout=METADATA_TIMEOUT)
 
     def _pick(self, lane: str) -> wire.Connection:
-        """The connection of a lane with the fewest bytes still to come."""
+        """The connection of a lane with the fewest bytes still to come. Urgent requests use idle ones of the
+        other lane too when their own are busy."""
         if not self.up:
             raise self.unreachable()
         live = [c for c in self._lanes[lane] if not c.closed]
+        if lane == "urgent" and all(c.expected_bytes for c in live):
+            live += [c for c in self._lanes["bulk"] if not c.closed and not c.expected_bytes]
         if not live:  # they come up one by one behind the control connection
             live = [c for c in self._all() if not c.closed]
         if not live:
@@ -431,7 +434,7 @@ class Link:
             await asyncio.gather(filler, *([pinger] if pinger else []), return_exceptions=True)
 
     async def _fill_lanes(self) -> None:
-        """Keep each lane at its size: urgent first, several at a time, replaced when they die."""
+        """Keep each lane at its size, all connections at once; those that die are replaced."""
         delays = backoff(last=MAX_BACKOFF)
         while True:
             for lane in self._lanes.values():
@@ -441,12 +444,11 @@ class Link:
             if not missing:
                 await asyncio.sleep(0.5)
                 continue
-            batch = missing[:4]
             made = await asyncio.gather(
-                *(self._connect(CONNECT_TIMEOUT) for _ in batch), return_exceptions=True
+                *(self._connect(CONNECT_TIMEOUT) for _ in missing), return_exceptions=True
             )
             failed = False
-            for name, outcome in zip(batch, made, strict=True):
+            for name, outcome in zip(missing, made, strict=True):
                 if isinstance(outcome, wire.Connection):
                     self._lanes[name].append(outcome)
                 elif isinstance(outcome, FarsideError | OSError):

@@ -17,10 +17,10 @@ FLOOR = 1 << 20
 CEILING = 256 << 20
 START = 4 << 20
 
-START_RATE = 64 << 20
+START_RATE = 128 << 20
 """Bytes/s that any link is taken to carry at first: long paths begin with a larger window than START."""
 
-GAIN = 2.0
+GAIN = 1.8
 RATE_MEMORY_S = 10.0
 RTT_PERIOD_S = 10.0
 RTT_PERIOD_TRIPS = 100
@@ -32,6 +32,10 @@ START_GAIN = 4.0
 up to speed may do so unhindered, and a slow link does not get a queue of many seconds."""
 
 ROUND_S = 0.05
+LONG_ROUND_S = 0.4
+"""Shortest round once the rate is known. Behind a lost packet a whole window may come at once; a round must
+be long enough to hold the pause as well, or that burst would be taken for the rate of the link."""
+
 """Shortest round in seconds: below it one delayed wake-up of the loop would look like a change of rate."""
 
 SERVICE_S = 0.01
@@ -96,7 +100,7 @@ class Window:
             most = max(self._start, START_GAIN * self.bandwidth * (self.rtt + SERVICE_S))
             self.size = self._clamp(max(self.size, min(self.size + nbytes, int(most))))
         took = now - self._round_at
-        if took >= max(ROUND_S, self.rtt):
+        if took >= (max(ROUND_S, self.rtt) if self.starting else max(LONG_ROUND_S, 4 * self.rtt)):
             self._end_round(now, self._round_bytes / took)
 
     def idle(self) -> None:
@@ -115,6 +119,10 @@ class Window:
         if self.starting and limited:
             self._flat_rounds = 0 if rate > GROWTH * best else self._flat_rounds + 1
             self.starting = self._flat_rounds < 3
+            if not self.starting:
+                self._rates.clear()  # the short rounds of the start were too short to be right
+                self._rates.append((now, rate))
+                self.bandwidth = rate
         if not self.starting and self.rtt:
             self._settle(now)
 
