@@ -310,7 +310,7 @@ class Walk:
 
     Attributes:
         dirs, entries: how many were sent or found unchanged so far.
-        truncated: the limit was reached, or a directory too large for one part was left out.
+        truncated: the limit was reached.
     """
 
     def __init__(self, tree: Tree, path: bytes, limit: int, known: dict[bytes, bytes]) -> None:
@@ -359,7 +359,8 @@ class Walk:
             queue.extend(prefix + name for name in sorted(listing.subdirectories))
             same = self._known.get(path) == listing.digest
             if not same and len(listing.data) > TREE_LISTING_MAX:
-                self.truncated = True
+                # Too large for a part: the spoke asks for it page by page.
+                dirs.append(TreeDir(path, listing.value, b"", 0, False, listing.watched, errno.EFBIG))
                 continue
             length = 0 if same else len(listing.data)
             dirs.append(TreeDir(path, listing.value, listing.digest, length, same, listing.watched))

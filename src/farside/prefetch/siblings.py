@@ -56,6 +56,8 @@ MARKERS = 4
 @dataclass(slots=True, eq=False)
 class _Run:
     files: Iterator[Sibling | None]
+    last: bytes = b""
+    """Name of the file whose demand began the run."""
     markers: list[bytes] = field(default_factory=list)
     latest: set[bytes] = field(default_factory=set)
     """Paths of the last batch, and of the one before: asked for already."""
@@ -80,19 +82,31 @@ class Siblings:
     markers: dict[bytes, _Run] = field(default_factory=dict)
     _runs: OrderedDict[bytes, _Run] = field(default_factory=OrderedDict)
 
-    def demanded(self, path: bytes) -> list[Sibling]:
-        """A small file is being fetched for a reader: what to fetch with it."""
+    def demanded(self, path: bytes, *, room: bool = True) -> list[Sibling]:
+        """A small file is being fetched for a reader: what to fetch with it.
+
+        A demand for what no batch has asked for is a jump: a new run begins there, small again. Without
+        ``room`` in the cache a jump gets nothing, since the neighbours would push out what is more likely
+        to be read; only a reader that goes on with the very next file does.
+        """
         directory, _, name = path.rpartition(b"/")
         run = self._runs.get(directory)
-        if run is not None:
-            if path in run.latest or path in run.before:
-                return self.opened(path)
-            if not run.over:
-                self._runs.move_to_end(directory)
-                return self._batch(run, path)
-        run = _Run(self._follow(directory, name))
+        if run is not None and (path in run.latest or path in run.before):
+            return self.opened(path)
+        if not room and not self._is_next(directory, run, name):
+            self._remember(directory, _Run(iter(()), last=name))
+            return []
+        run = _Run(self._follow(directory, name), last=name)
         self._remember(directory, run)
         return self._batch(run, path)
+
+    def _is_next(self, directory: bytes, run: _Run | None, name: bytes) -> bool:
+        """Whether ``name`` is the file behind the one that was demanded last in its directory."""
+        listing = self.listing(directory) if run is not None else None
+        if run is None or listing is None:
+            return False
+        following = next_file(listing, run.last)
+        return following is not None and following[0] == name
 
     def opened(self, path: bytes) -> list[Sibling]:
         """A file was opened, whether here or not: the next batch, if it is a marker."""

@@ -108,6 +108,13 @@ class Namespace:
             return UNKNOWN if node.dirty else node
         return UNKNOWN if self._can_ask() or node.lost else node
 
+    def resident(self, path: bytes) -> Directory | Unknown:
+        """[loop] As ``peek_dir``, also for a directory that nobody has looked into yet."""
+        node = self._dirs.get(path)
+        if node is not None:
+            node.entries  # noqa: B018 - unpacks
+        return self.peek_dir(path)
+
     def watched(self, directory: bytes) -> bool:
         """Whether answers about the directory may be kept by the kernel until they are invalidated."""
         node = self._dirs.get(directory)
@@ -299,6 +306,11 @@ class Namespace:
             HubUnreachable: the link went down; what came so far is kept.
         """
         await self._tree.sync(b"", limit)
+        for path in list(self._tree.large):
+            try:
+                await self.directory(path)
+            except RemoteError:
+                pass  # gone or forbidden by now: whoever wants it is told so
 
     async def close(self) -> None:
         """Stops background work and writes to the store what is not there yet (bounded)."""

@@ -93,7 +93,9 @@ class Prefetcher:
         if cached.size <= SMALL:
             if not hit:
                 want(cached, 0, cached.chunks - 1, Reason.READAHEAD)
-                self._want_siblings(self.siblings.demanded(file.path))
+                if self.limit > 0:
+                    room = self.spoke.cache.space.shortage(cached.size) <= 0
+                    self._want_siblings(self.siblings.demanded(file.path, room=room))
             return
         if self.limit <= 0:
             return
@@ -135,7 +137,7 @@ class Prefetcher:
         return self.spoke.cached_file(path, attr)
 
     def _listing(self, directory: bytes) -> Listing | None:
-        found = self.spoke.namespace.peek_dir(directory)
+        found = self.spoke.namespace.resident(directory)
         return None if found is UNKNOWN else found.snapshot()
 
     def _is_here(self, path: bytes, value: bytes) -> bool:

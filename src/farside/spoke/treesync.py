@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import AsyncGenerator
 
 from farside.errors import ProtocolError
@@ -38,6 +39,8 @@ class TreeSync:
         self._turn = asyncio.Lock()
         self.synced = False
         self.wanted = False
+        self.large: list[bytes] = []
+        """Directories that are too large for the stream, to be listed page by page."""
         self.dirs = 0
         self.entries = 0
 
@@ -57,6 +60,7 @@ class TreeSync:
                 limit = self._max if self._known.table.store is None else STORE_LIMIT
             log = self._known.log
             ask = log.begin()
+            self.large.clear()
             session = self._known.session
             try:
                 done = await self._stream(path, known, limit, ask)
@@ -95,6 +99,9 @@ class TreeSync:
         return done
 
     def _apply(self, entry: TreeDir, listing: bytes, known: dict[bytes, bytes], ask: Ask) -> None:
+        if entry.errno == errno.EFBIG:
+            self.large.append(entry.path)
+            return
         if entry.errno or len(entry.value) < VALUE_MIN:
             return  # not listable for the hub: whoever wants it gets the hub's errno
         node = self._known.table.dirs.get(entry.path)
