@@ -1,4 +1,4 @@
-"""The options of ``hub serve`` and ``mount``: their types, defaults, TOML keys and where things lie on disk.
+"""The options of ``hub serve``, ``mount`` and the library: types, defaults, TOML keys, places on disk.
 
 Every option is one field of a dataclass; its ``Setting`` says how a flag or a TOML value is read. The TOML
 key of a field is its flag without the leading dashes (``cache_size`` → ``cache-size``, ``timeout_s`` →
@@ -16,7 +16,7 @@ import socket
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 from farside.addresses import (
     DEFAULT_PORT,
@@ -178,11 +178,10 @@ class Setting:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MountConfig:
-    """Everything that a mount needs to know. Sizes in bytes, times in seconds."""
+class SpokeConfig:
+    """Everything that a spoke needs to know. Sizes in bytes, times in seconds."""
 
     hub: Annotated[PortalAddress, Setting(parse_portal_address, "Hub and portal.", argument=True)]
-    mountpoint: Annotated[Path, Setting(parse_path, "Where to mount.", argument=True)]
     cache_dir: Annotated[
         Path,
         Setting(parse_path, "Directory of the chunk cache; one mount owns it.", "DIR", "one for each portal"),
@@ -228,6 +227,21 @@ class MountConfig:
     ] = 128 * 1024 * 1024
     metadata_limit: Annotated[int, Setting(parse_count, "Names kept in memory.", "N", "2000000")] = 2_000_000
     io_threads: Annotated[int, Setting(parse_count, "Threads for the cache's disk.", "N", "4")] = 4
+
+    def __post_init__(self) -> None:
+        _check_insecure(self.insecure, self.insecure_link_is_trusted, self.hub.host)
+
+    @property
+    def identity_dir(self) -> Path:
+        """Key and certificate for this hub and portal; each join token makes one identity."""
+        return self.state_dir / slug(self.hub)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MountConfig(SpokeConfig):
+    """What a mount needs to know on top of its spoke."""
+
+    mountpoint: Annotated[Path, Setting(parse_path, "Where to mount.", argument=True)]
     allow_other: Annotated[
         bool, Setting(parse_bool, "Let other users read through the mount, by its modes and owners.")
     ] = False
@@ -237,14 +251,6 @@ class MountConfig:
     log_file: Annotated[
         Path | None, Setting(parse_path, "Log of the background process.", "FILE", "/var/log/farside/…")
     ] = None
-
-    def __post_init__(self) -> None:
-        _check_insecure(self.insecure, self.insecure_link_is_trusted, self.hub.host)
-
-    @property
-    def identity_dir(self) -> Path:
-        """Key and certificate for this hub and portal; each join token makes one identity."""
-        return self.state_dir / slug(self.hub)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -293,9 +299,6 @@ class HubConfig:
         _check_insecure(self.insecure, self.insecure_link_is_trusted, self.listen.host)
 
 
-Config = TypeVar("Config", MountConfig, HubConfig)
-
-
 def host_name() -> str:
     """This machine's name, cut to what `parse_name` allows."""
     name = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname()).strip("-.")[:64]
@@ -317,13 +320,14 @@ def key_of(field_name: str) -> str:
     return field_name.removesuffix("_s").replace("_", "-")
 
 
-def settings(config: type[MountConfig] | type[HubConfig]) -> dict[str, tuple[str, Setting]]:
-    """TOML key → (field name, setting), in the order of the fields."""
+def settings(config: type[SpokeConfig] | type[HubConfig]) -> dict[str, tuple[str, Setting]]:
+    """TOML key → (field name, setting): arguments first, else in the order of the fields."""
     hints = get_type_hints(config, include_extras=True)
-    return {key_of(f.name): (f.name, hints[f.name].__metadata__[0]) for f in dataclasses.fields(config)}
+    found = {key_of(f.name): (f.name, hints[f.name].__metadata__[0]) for f in dataclasses.fields(config)}
+    return dict(sorted(found.items(), key=lambda item: not item[1][1].argument))
 
 
-def read_toml(path: Path, config: type[MountConfig] | type[HubConfig]) -> dict[str, Any]:
+def read_toml(path: Path, config: type[SpokeConfig] | type[HubConfig]) -> dict[str, Any]:
     """The options in a TOML file by field name, still to be read by their settings.
 
     Relative paths in it start at the file's own directory.
@@ -354,7 +358,9 @@ def read_toml(path: Path, config: type[MountConfig] | type[HubConfig]) -> dict[s
     return found
 
 
-def _read(config: type[Config], flags: Mapping[str, Any], config_file: Path | None) -> dict[str, Any]:
+def _read(
+    config: type[SpokeConfig] | type[HubConfig], flags: Mapping[str, Any], config_file: Path | None
+) -> dict[str, Any]:
     """The given options, read; flags win over the file. Options that nobody gave are missing."""
     table = read_toml(config_file, config) if config_file else {}
     values: dict[str, Any] = {}
@@ -382,11 +388,34 @@ def mount_config(flags: Mapping[str, Any], config_file: Path | None = None) -> M
             raise UsageError(
                 f"no {name} is given", hint="for example: farside mount hub.example:7420/c4 /mnt/c4"
             )
-    address: PortalAddress = values["hub"]
-    values.setdefault("cache_dir", default_cache_dir(address))
+    return MountConfig(**_with_cache(values))
+
+
+def spoke_config(**options: Any) -> SpokeConfig:
+    """The configuration of a spoke without a mount. Options are the fields of ``SpokeConfig``, as people
+    write them: ``spoke_config(hub="hub.example:7420/c4", cache_size="2T", token_file="join.txt")``.
+
+    Raises:
+        UsageError: ``hub`` is missing, or an option is unknown, unreadable or contradicts another.
+    """
+    known = [field.name for field in dataclasses.fields(SpokeConfig)]
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(known)}"
+            raise UsageError(f"unknown option {name!r}", hint=hint)
+    values = _read(SpokeConfig, options, None)
+    if "hub" not in values:
+        raise UsageError("no hub is given", hint='for example: hub="hub.example:7420/c4"')
+    return SpokeConfig(**_with_cache(values))
+
+
+def _with_cache(values: dict[str, Any]) -> dict[str, Any]:
+    """The options with the cache's place and size, which depend on others."""
+    values.setdefault("cache_dir", default_cache_dir(values["hub"]))
     if "cache_size" not in values:
         values["cache_size"] = _default_cache_size(values["cache_dir"])
-    return MountConfig(**values)
+    return values
 
 
 def hub_config(flags: Mapping[str, Any], config_file: Path | None = None) -> HubConfig:

@@ -6,7 +6,9 @@ writer is off by at most the one sample being written.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 SUB = 8
 """Buckets per power of two: a quantile is right to within 1/8."""
@@ -63,3 +65,39 @@ def quantile_ns(parts: Iterable[Latencies], q: float) -> int | None:
         if n and seen >= rank:
             return _upper(i)
     return _upper(len(merged) - 1)
+
+
+def read_figures(hits: Sequence[Latencies], misses: Latencies, size: int) -> dict[str, Any]:
+    """The ``reads`` of a status: ``size`` bytes were read by ``hits`` in the cache and by ``misses``."""
+    local = sum(h.count for h in hits)
+    count = local + misses.count
+    parts = [*hits, misses]
+    p50, p99 = quantile_ns(parts, 0.5), quantile_ns(parts, 0.99)
+    return {
+        "count": count,
+        "local": local,
+        "remote": misses.count,
+        "bytes": size,
+        "local_share": local / count if count else None,
+        "p50_ms": p50 / 1e6 if p50 is not None else None,
+        "p99_ms": p99 / 1e6 if p99 is not None else None,
+    }
+
+
+class ReadCounts:
+    """Reads by threads that come and go, so under a lock instead of a histogram for each thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._hits, self._misses = Latencies(), Latencies()
+        self._bytes = 0
+
+    def add(self, ns: int, size: int, *, hit: bool) -> None:
+        """One read of ``size`` bytes, answered from the cache or not."""
+        with self._lock:
+            (self._hits if hit else self._misses).add(ns)
+            self._bytes += size
+
+    def figures(self) -> dict[str, Any]:
+        with self._lock:
+            return read_figures([self._hits], self._misses, self._bytes)

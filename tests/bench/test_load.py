@@ -92,7 +92,7 @@ def test_a_mapping_that_fails_is_an_error_not_a_hang(tmp_path: Path) -> None:
         file.truncate(4096)  # reading beyond the end of a mapping is SIGBUS
     status, lines = run_load(tmp_path, "--io", "mmap")
     assert status == 1
-    assert "worker process died" in str(lines[-1]["error"]["message"])
+    assert "a worker died" in str(lines[-1]["error"]["message"])
 
 
 @pytest.mark.process

@@ -59,6 +59,15 @@ class Child:
             *lines, seen = (seen + data).split(b"\n")
             yield from (line.decode() for line in lines)
 
+    def send(self, line: str) -> None:
+        """Write one line to its standard input. Raises FarsideError if it does not read any more."""
+        stdin = self._process.stdin
+        assert stdin is not None
+        try:
+            stdin.write(line.encode() + b"\n")
+        except BrokenPipeError:
+            raise FarsideError(f"`{' '.join(self.command)}` has ended: {tail(self.log)}") from None
+
     def wait_ready(self, word: str, timeout: float = 20.0) -> str:
         """The first line that begins with `word`; raises FarsideError if it does not come in time."""
         stdout = self._process.stdout

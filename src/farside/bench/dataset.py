@@ -15,8 +15,8 @@ import numpy.typing as npt
 TOKEN = np.dtype("<u4")
 VOCABULARY = 128_256
 WINDOW_TOKENS = 4096  # 16 KiB
-_MANIFEST = "manifest.json"
-_CHECKSUMS = "windows.crc32"
+MANIFEST = "manifest.json"
+CHECKSUMS = "windows.crc32"
 _MAX_SHARD = 256 * 2**20
 _BLOCK = 2**24  # bytes made at a time
 
@@ -55,7 +55,7 @@ def make(root: Path, manifest: Manifest, progress: Callable[[int], None] = lambd
     The manifest is written last, so a directory with one is whole. Raises OSError if the disk refuses.
     """
     root.mkdir(parents=True, exist_ok=True)
-    (root / _MANIFEST).unlink(missing_ok=True)
+    (root / MANIFEST).unlink(missing_ok=True)
     checksums = np.zeros(manifest.windows, dtype=np.uint32)
     tokens = manifest.window_bytes // TOKEN.itemsize
     step = max(1, _BLOCK // manifest.window_bytes)
@@ -72,8 +72,8 @@ def make(root: Path, manifest: Manifest, progress: Callable[[int], None] = lambd
                 progress(len(block))
             file.flush()
             os.fsync(file.fileno())
-    checksums.astype("<u4").tofile(root / _CHECKSUMS)
-    (root / _MANIFEST).write_text(json.dumps(asdict(manifest)))
+    checksums.astype("<u4").tofile(root / CHECKSUMS)
+    (root / MANIFEST).write_text(json.dumps(asdict(manifest)))
 
 
 def zipf_tokens(random: np.random.Generator, count: int) -> npt.NDArray[np.uint32]:
@@ -87,14 +87,27 @@ def zipf_tokens(random: np.random.Generator, count: int) -> npt.NDArray[np.uint3
 def load_manifest(root: Path) -> Manifest | None:
     """The manifest of the data set in `root`, or None where there is no whole one."""
     try:
-        values = json.loads((root / _MANIFEST).read_text())
+        return parse_manifest((root / MANIFEST).read_bytes())
+    except FileNotFoundError:
+        return None
+
+
+def parse_manifest(data: bytes) -> Manifest | None:
+    """A manifest from the bytes of its file, or None if they are none."""
+    try:
+        values = json.loads(data)
         return Manifest(
             tuple(values["shards"]), values["windows_per_shard"], values["window_bytes"], values["seed"]
         )
-    except (FileNotFoundError, json.JSONDecodeError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         return None
 
 
 def load_checksums(root: Path) -> Checksums:
     """CRC-32 of every window, in order."""
-    return np.fromfile(root / _CHECKSUMS, dtype="<u4").astype(np.uint32)
+    return parse_checksums((root / CHECKSUMS).read_bytes())
+
+
+def parse_checksums(data: bytes) -> Checksums:
+    """CRC-32 of every window, from the bytes of their file."""
+    return np.frombuffer(data, dtype="<u4").astype(np.uint32)

@@ -1,8 +1,8 @@
 """`make demo`: train at the hub, then 60 ms away with a cold and with a warm cache, and compare.
 
 It drives the product by its command line alone: a hub, an emulated link, a mount, and a job that knows
-nothing of any of them. Everything lies in one work directory; what runs is taken down at the end, also
-at ^C.
+nothing of any of them. Where nothing can be mounted, the job reads through the library instead, and that is
+said. Everything lies in one work directory; what runs is taken down at the end, also at ^C.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -40,6 +40,7 @@ from farside.bench.report import (
     verdict,
     write_json,
 )
+from farside.bench.spokes import LibrarySpoke, MountedSpoke, Spoke, native_job
 from farside.bench.stack import Stack, mount_obstacle
 from farside.errors import FarsideError
 from farside.units import format_size, parse_size
@@ -47,29 +48,37 @@ from farside.units import format_size, parse_size
 _TICK_S = 0.25
 _MIN_SIZE = 16 * 2**20
 _NOTES = (
-    "load: 48 windows of 16 KiB a batch in shuffled order, 25 ms of compute a batch, four worker processes, "
+    "load: 48 windows of 16 KiB a batch in shuffled order, 25 ms of compute a batch, four workers, "
     "two batches ahead each; utilisation = compute ÷ (compute + wait); every window's CRC-32 is checked",
     "steady state: from that batch on, means over 20 batches stay within 2 % of the hub's own rate "
     "in the second half of its run",
     "rows 0–100, 100–150 and >150 are numbers of batches",
-    "reads local: 1 − requests that the mount had to fetch for ÷ reads of the job; "
+    "reads local: 1 − requests that the spoke had to fetch for ÷ reads of the job; "
     "reads under 5 ms are shown beside it because that share alone flatters",
     "link: counted by the emulator towards the spoke, attaching, metadata and prefetching "
     "until the link is quiet included",
     "published: another vendor's test on a cloud (4-node hub, 10 Gbit/s a client, 60 ms, another loader and "
     "model), quoted for its shape; the absolute figures are not comparable",
 )
+_WITHOUT_MOUNT = (
+    "no mount: {}; at the spoke the four workers are threads of one process, which read through "
+    "farside.client.Library; at the hub they are processes, which read ordinary files"
+)
 
 
 @dataclass(frozen=True)
 class Options:
-    """What to run: data set size in bytes, link in ms and Mbit/s, ways of reading, work directory."""
+    """What to run: data set size in bytes, link in ms and Mbit/s, ways of reading, work directory.
+
+    `no_fuse`: do without a mount even where there could be one.
+    """
 
     size: int
     work: Path
     rtt: float = 60.0
     rate: float = 1000.0
     ios: tuple[str, ...] = ("pread", "mmap")
+    no_fuse: bool = False
 
 
 class Demo:
@@ -84,8 +93,14 @@ class Demo:
     def run(self) -> Comparison:
         """Build, measure, take down. Raises FarsideError if a part does not work."""
         options, work = self.options, self.options.work
-        if closed := mount_obstacle():
-            raise FarsideError(f"the demo cannot mount here: {closed}", hint="install fuse3")
+        without_mount = "--no-fuse was given" if options.no_fuse else mount_obstacle() or ""
+        ios = options.ios
+        if without_mount:
+            ios = tuple(io for io in ios if io == "pread")
+            if not ios:
+                raise FarsideError(f"mmap needs a mount, and there is none: {without_mount}")
+            self._say(f"NO MOUNT HERE: {without_mount}.")
+            self._say("The spoke is read through farside's library instead, by pread only.")
         work.mkdir(parents=True, exist_ok=True)
         self._check_space()
         manifest = self._make_dataset()
@@ -103,6 +118,7 @@ class Demo:
             manifest.bytes,
             datetime.now(UTC).isoformat(timespec="seconds"),
             __version__,
+            without_mount=without_mount,
         )
         self._can_drop = machine.drop_page_cache()
         with ExitStack() as cleanup:
@@ -112,69 +128,70 @@ class Demo:
             stack = cleanup.enter_context(Stack(work, self._data, link))
             self._say(f"link: {link.description}" + (f" ({obstacle})" if obstacle else ""))
             late_ms = 0.0
-            for io in options.ios:
+            for io in ios:
                 runs = comparison.runs_by_io[io] = {}
-                runs["hub"] = self._measure(io, "hub", self._data, link)
+                runs["hub"] = self._measure(io, "hub", native_job(self._data, io, None, self._log), link)
                 runs["hub"].update(local_share=1.0, link_bytes=0, link_bytes_by_reason={})
                 ideal = min(load.ideal_samples_per_s, runs["hub"]["steady_samples_per_s"])
-                self._spoke_runs(io, runs, stack, ideal, manifest.bytes)
+                self._spoke_runs(io, runs, stack, ideal, manifest.bytes, bool(without_mount))
                 late_ms = max([late_ms, *(run["link_late_ms"] for run in runs.values())])
-            comparison.notes = self._notes(obstacle, late_ms)
+            comparison.notes = self._notes(obstacle, late_ms, without_mount)
         return comparison
 
     def _spoke_runs(
-        self, io: str, runs: dict[str, dict[str, Any]], stack: Stack, ideal: float, size: int
+        self,
+        io: str,
+        runs: dict[str, dict[str, Any]],
+        stack: Stack,
+        ideal: float,
+        size: int,
+        without_mount: bool,
     ) -> None:
-        """The cold run right after a mount with an empty cache, then the warm one on the same mount."""
+        """The cold run right after attaching with an empty cache, then the warm one on the same spoke."""
         carried = stack.link.traffic().to_spoke
-        mount_s = stack.mount(cache_size=2 * size + 64 * 2**20, fresh=True)
+        make = LibrarySpoke if without_mount else MountedSpoke
+        spoke: Spoke = make(stack, cache_size=2 * size + 64 * 2**20)
         for name in ("spoke_cold", "spoke_warm"):
-            before = stack.status()
-            run = self._measure(io, name, stack.mountpoint, stack.link, ideal)
-            after = stack.status()
+            before = spoke.status()
+            run = self._measure(io, name, spoke.job(io, ideal, self._log), stack.link)
+            after = spoke.status()
             if name == "spoke_cold":
-                run["mount_s"] = round(mount_s, 3)
+                run["ready_s"] = round(spoke.ready_s, 3)
                 stack.wait_quiet()
             now = stack.link.traffic().to_spoke
             run["link_bytes"], carried = now - carried, now
-            run["link_bytes_by_reason"] = bytes_by_reason(before, stack.status())
+            run["link_bytes_by_reason"] = bytes_by_reason(before, spoke.status())
             run["local_share"] = local_share(run["reads"], before, after)
-            run["passthrough"] = bool(after["mount"]["passthrough"])
+            run["passthrough"] = not without_mount and bool(after["mount"]["passthrough"])
             runs[name] = run
-        stack.unmount()
+        spoke.close()
 
-    def _measure(
-        self, io: str, name: str, root: Path, link: Link, ideal: float | None = None
-    ) -> dict[str, Any]:
-        """One epoch of the load over `root`; returns what the load reported, with the curve of the link."""
+    def _measure(self, io: str, name: str, job: AbstractContextManager[Child], link: Link) -> dict[str, Any]:
+        """One epoch of the load; returns what it reported, with the curve of the link."""
         if self._can_drop:
             machine.drop_page_cache()
-        log = self.options.work / "load.log"
-        log.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "farside.bench.load", str(root), "--io", io]
-        command += ["--ideal", str(ideal)] if ideal else []
         began, carried = time.monotonic(), link.traffic().to_spoke
         curve: list[tuple[float, float]] = []
         late_ms = 0.0
-        child = Child(command, log)
-        try:
-            with self._progress(f"{io}, {RUNS[name]}") as (progress, task):
-                for line in child.lines(_TICK_S):
-                    traffic = link.traffic()
-                    late_ms = max(late_ms, traffic.late_ms)
-                    curve.append((time.monotonic() - began, (traffic.to_spoke - carried) / 1e6))
-                    message = json.loads(line) if line else {}
-                    if "progress" in message:
-                        _show(progress, task, message["progress"])
-                    elif "error" in message:
-                        raise FarsideError(f"the {RUNS[name]} run failed: {message['error']['message']}")
-                    elif "result" in message:
-                        result: dict[str, Any] = message["result"]
-                        _finish(progress, task, result)
-                        return {**result, "io": io, "link_curve": curve, "link_late_ms": late_ms}
-        finally:
-            child.close(timeout=1.0)
-        raise FarsideError(f"the {RUNS[name]} run ended without a result: {tail(log)}")
+        with job as child, self._progress(f"{io}, {RUNS[name]}") as (progress, task):
+            for line in child.lines(_TICK_S):
+                traffic = link.traffic()
+                late_ms = max(late_ms, traffic.late_ms)
+                curve.append((time.monotonic() - began, (traffic.to_spoke - carried) / 1e6))
+                message = json.loads(line) if line else {}
+                if "progress" in message:
+                    _show(progress, task, message["progress"])
+                elif "error" in message:
+                    raise FarsideError(f"the {RUNS[name]} run failed: {message['error']['message']}")
+                elif "result" in message:
+                    result: dict[str, Any] = message["result"]
+                    _finish(progress, task, result)
+                    return {**result, "io": io, "link_curve": curve, "link_late_ms": late_ms}
+        raise FarsideError(f"the {RUNS[name]} run ended without a result: {tail(child.log)}")
+
+    @property
+    def _log(self) -> Path:
+        return self.options.work / "load.log"
 
     def _make_dataset(self) -> dataset.Manifest:
         manifest = dataset.plan(self.options.size)
@@ -205,8 +222,10 @@ class Demo:
                 hint="say make demo SIZE=128M, or --work DIR on another disk",
             )
 
-    def _notes(self, obstacle: str, late_ms: float) -> list[str]:
+    def _notes(self, obstacle: str, late_ms: float, without_mount: str) -> list[str]:
         notes = list(_NOTES)
+        if without_mount:
+            notes.insert(0, _WITHOUT_MOUNT.format(without_mount))
         if obstacle:
             notes.append(f"the link is a delay proxy without loss or congestion control: {obstacle}")
         if self._can_drop:
@@ -257,16 +276,18 @@ def _on_terminate(number: int, _frame: object) -> None:
 @click.option("--rtt", type=click.FloatRange(min=0), default=60.0, show_default=True, help="ms")
 @click.option("--rate", type=click.FloatRange(min=0), default=1000.0, show_default=True, help="Mbit/s")
 @click.option("--io", "ios", multiple=True, type=click.Choice(["pread", "mmap"]), help="[default: both]")
-def main(size: str, work: Path, rtt: float, rate: float, ios: tuple[str, ...]) -> None:
+@click.option("--no-fuse", is_flag=True, help="Mount nothing: read through the library at the spoke.")
+def main(size: str, work: Path, rtt: float, rate: float, ios: tuple[str, ...], no_fuse: bool) -> None:
     """Train at the hub, then far away with a cold and a warm cache; print the comparison.
 
+    Where nothing can be mounted, the spoke is read through farside's library, and the report says so.
     Writes report.html and report.json into the work directory.
     """
     console = Console(width=None if sys.stdout.isatty() else 110)
     signal.signal(signal.SIGTERM, _on_terminate)
     try:
         options = Options(
-            max(_MIN_SIZE, parse_size(size)), work.absolute(), rtt, rate, ios or ("pread", "mmap")
+            max(_MIN_SIZE, parse_size(size)), work.absolute(), rtt, rate, ios or ("pread", "mmap"), no_fuse
         )
         comparison = Demo(options, console).run()
     except FarsideError as error:

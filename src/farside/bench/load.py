@@ -1,7 +1,8 @@
 """A training-like load: it reads a token data set as a training job does and times how long the "GPU" waits.
 
-Worker processes read the windows of shuffled batches by `pread` or `mmap`, never more than a few batches
-ahead of the trainer, which "computes" for a fixed time per batch. Every window's checksum is verified.
+Workers read the windows of shuffled batches by `pread` or `mmap`, never more than a few batches ahead of the
+trainer, which "computes" for a fixed time per batch. Every window's checksum is verified. Workers are
+processes; where the data are read through the library, which is not to be forked, they are threads.
 
 Run as a program it prints JSON lines: `{"progress": …}` some times a second, then one `{"result": …}`::
 
@@ -16,16 +17,18 @@ import multiprocessing
 import os
 import queue
 import sys
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.context import ForkProcess
 from multiprocessing.queues import Queue
 from multiprocessing.synchronize import Barrier, Semaphore
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import click
 import numpy as np
@@ -103,6 +106,13 @@ def batches(load: Load, manifest: Manifest) -> list[Indices]:
     return [queues[worker][i] for i in range(rounds) for worker in range(load.workers)]
 
 
+class Windows(Protocol):
+    """The windows of a data set, opened by one worker for itself."""
+
+    def read_into(self, window: int, buffer: memoryview) -> None:
+        """Fill `buffer` (one window long) with a window's bytes. Raises OSError or FarsideError."""
+
+
 class WindowFiles:
     """The shards of a data set, opened by one worker for itself. Raises OSError as the file system does."""
 
@@ -128,27 +138,29 @@ class WindowFiles:
 
 
 @dataclass
-class _Worker:
-    process: ForkProcess
-    permits: Semaphore
-    reports: Queue[WorkerReport]
+class Worker:
+    """One that reads: what it may still begin, what it has done."""
+
+    runs: ForkProcess | threading.Thread
+    permits: Semaphore | threading.Semaphore
+    reports: Queue[WorkerReport] | queue.Queue[WorkerReport]
 
 
 def _work(
-    root: Path,
-    manifest: Manifest,
+    open_windows: Callable[[], Windows],
+    window_bytes: int,
     checksums: Checksums,
     load: Load,
     todo: list[Indices],
-    slots: memoryview,
-    started: Barrier,
-    permits: Semaphore,
-    reports: Queue[WorkerReport],
+    started: Barrier | threading.Barrier,
+    permits: Semaphore | threading.Semaphore,
+    reports: Queue[WorkerReport] | queue.Queue[WorkerReport],
 ) -> None:
-    """A worker process: reads its batches in order into its slots."""
+    """A worker: reads its batches in order into its slots."""
+    slots = memoryview(mmap.mmap(-1, (load.prefetch + 1) * load.batch * window_bytes))
     started.wait()
-    files: WindowFiles | None = None
-    size = manifest.window_bytes
+    opened: Windows | None = None
+    size = window_bytes
     for number, windows in enumerate(todo):
         permits.acquire()
         base = number % (load.prefetch + 1) * load.batch * size
@@ -157,9 +169,9 @@ def _work(
             buffer = slots[base + i * size : base + (i + 1) * size]
             began = time.perf_counter()
             try:
-                files = files or WindowFiles(root, manifest, load.io)
-                files.read_into(int(window), buffer)
-            except OSError as error:
+                opened = opened or open_windows()
+                opened.read_into(int(window), buffer)
+            except (OSError, FarsideError) as error:
                 errors.append(f"{type(error).__name__}: {error}")
                 continue
             finally:
@@ -169,44 +181,74 @@ def _work(
 
 
 @contextmanager
-def _workers(root: Path, manifest: Manifest, load: Load, plan: list[Indices]) -> Iterator[list[_Worker]]:
+def _processes(root: Path, manifest: Manifest, load: Load, plan: list[Indices]) -> Iterator[list[Worker]]:
     """Worker processes that have started but opened nothing yet; killed at the end."""
     context = multiprocessing.get_context("fork")
     checksums = load_checksums(root)
+    open_windows = partial(WindowFiles, root, manifest, load.io)
     started = context.Barrier(load.workers + 1)
-    slot_bytes = (load.prefetch + 1) * load.batch * manifest.window_bytes
-    workers: list[_Worker] = []
+    workers: list[Worker] = []
+    processes: list[ForkProcess] = []
     try:
         for number in range(load.workers):
-            slots = memoryview(mmap.mmap(-1, slot_bytes))
             permits, reports = context.Semaphore(load.prefetch), context.Queue()
             todo = plan[number :: load.workers]
             process = context.Process(
                 target=_work,
-                args=(root, manifest, checksums, load, todo, slots, started, permits, reports),
+                args=(open_windows, manifest.window_bytes, checksums, load, todo, started, permits, reports),
                 daemon=True,
             )
             process.start()
-            workers.append(_Worker(process, permits, reports))
+            processes.append(process)
+            workers.append(Worker(process, permits, reports))
         started.wait(60)
         yield workers
     finally:
-        for worker in workers:  # one may hang in a read on a dead mount: nobody waits for it
-            worker.process.kill()
+        for process in processes:  # one may hang in a read on a dead mount: nobody waits for it
+            process.kill()
 
 
-def _next_report(worker: _Worker, stall_s: float) -> WorkerReport:
+def start_threads(
+    open_windows: Callable[[], Windows],
+    manifest: Manifest,
+    checksums: Checksums,
+    load: Load,
+    plan: list[Indices],
+) -> list[Worker]:
+    """Worker threads that have started but opened nothing yet. They end when all of `plan` is read."""
+    started = threading.Barrier(load.workers + 1)
+    workers: list[Worker] = []
+    for number in range(load.workers):
+        permits, reports = threading.Semaphore(load.prefetch), queue.Queue[WorkerReport]()
+        todo = plan[number :: load.workers]
+        thread = threading.Thread(
+            target=_work,
+            args=(open_windows, manifest.window_bytes, checksums, load, todo, started, permits, reports),
+            daemon=True,
+        )
+        thread.start()
+        workers.append(Worker(thread, permits, reports))
+    started.wait(60)
+    return workers
+
+
+def _next_report(worker: Worker, stall_s: float) -> WorkerReport:
     deadline = time.monotonic() + stall_s
     while True:
         try:
             return worker.reports.get(timeout=_LOOK_S)
         except queue.Empty:
-            if not worker.process.is_alive() and worker.reports.empty():
-                code = worker.process.exitcode
-                why = "a read of its mapping failed (SIGBUS)" if code == -7 else f"exit code {code}"
-                raise FarsideError(f"a worker process died: {why}") from None
+            if not worker.runs.is_alive() and worker.reports.empty():
+                raise FarsideError(f"a worker died: {_why(worker)}") from None
             if time.monotonic() > deadline:
                 raise FarsideError(f"no batch came for {stall_s:g} s: a read hangs") from None
+
+
+def _why(worker: Worker) -> str:
+    if isinstance(worker.runs, threading.Thread):
+        return "an unexpected error, see its log"
+    code = worker.runs.exitcode
+    return "a read of its mapping failed (SIGBUS)" if code == -7 else f"exit code {code}"
 
 
 def run(root: Path, load: Load, progress: Callable[[Trace], None] = lambda _trace: None) -> Epoch:
@@ -218,37 +260,64 @@ def run(root: Path, load: Load, progress: Callable[[Trace], None] = lambda _trac
     if manifest is None:
         raise UsageError("there is no token data set here", path=str(root))
     plan = batches(load, manifest)
+    with _processes(root, manifest, load, plan) as workers:
+        return train(workers, manifest, load, plan, progress)
+
+
+def train(
+    workers: list[Worker],
+    manifest: Manifest,
+    load: Load,
+    plan: list[Indices],
+    progress: Callable[[Trace], None] = lambda _trace: None,
+) -> Epoch:
+    """Consume one epoch, batch by batch, as the workers of `plan` deliver it.
+
+    Raises FarsideError if a worker dies or a read hangs.
+    """
     trace = Trace(load.batch, manifest.window_bytes)
     wrong, errors = 0, list[str]()
-    with _workers(root, manifest, load, plan) as workers:
-        last = free_at = time.perf_counter()  # free_at: when the GPU is idle again
-        for number in range(len(plan)):
-            worker = workers[number % load.workers]
-            began = time.perf_counter()
-            report = _next_report(worker, load.stall_s)
-            there = time.perf_counter()
-            worker.permits.release()
-            progress(trace)  # in the GPU's shadow
-            # Data that lay ready count as taken when the GPU fell idle, so that late wake-ups of this
-            # process are not charged to the file system.
-            free_at = (free_at if there - began < _READY_S else there) + load.compute_s
-            time.sleep(max(0.0, free_at - time.perf_counter()))
-            now = time.perf_counter()
-            trace.wait.append(there - began)
-            trace.compute.append(now - there)
-            trace.step.append(now - last)
-            trace.reads_ms.append(report.reads_ms)
-            wrong += report.wrong
-            errors += report.errors
-            last = now
+    last = free_at = time.perf_counter()  # free_at: when the GPU is idle again
+    for number in range(len(plan)):
+        worker = workers[number % load.workers]
+        began = time.perf_counter()
+        report = _next_report(worker, load.stall_s)
+        there = time.perf_counter()
+        worker.permits.release()
+        progress(trace)  # in the GPU's shadow
+        # Data that lay ready count as taken when the GPU fell idle, so that late wake-ups of this
+        # process are not charged to the file system.
+        free_at = (free_at if there - began < _READY_S else there) + load.compute_s
+        time.sleep(max(0.0, free_at - time.perf_counter()))
+        now = time.perf_counter()
+        trace.wait.append(there - began)
+        trace.compute.append(now - there)
+        trace.step.append(now - last)
+        trace.reads_ms.append(report.reads_ms)
+        wrong += report.wrong
+        errors += report.errors
+        last = now
     return Epoch(trace, len(plan), wrong, tuple(errors))
 
 
-def _emit(kind: str, value: dict[str, Any]) -> None:
+def result_of(epoch: Epoch, ideal_samples_per_s: float) -> dict[str, Any]:
+    """What a run reports in the end."""
+    return {
+        **describe(epoch.trace, ideal_samples_per_s),
+        "batches_planned": epoch.batches_planned,
+        "wrong_windows": epoch.wrong,
+        "errors": len(epoch.errors),
+        "first_errors": epoch.errors[:5],
+    }
+
+
+def emit(kind: str, value: dict[str, Any]) -> None:
+    """One JSON line on standard output."""
     print(json.dumps({kind: value}), flush=True)
 
 
-def _progress_printer(total: int) -> Callable[[Trace], None]:
+def progress_printer(total: int) -> Callable[[Trace], None]:
+    """What `train` calls so that progress is printed some times a second; `total` batches are planned."""
     due = time.monotonic()
 
     def show(trace: Trace) -> None:
@@ -267,7 +336,7 @@ def _progress_printer(total: int) -> Callable[[Trace], None]:
             "utilisation": round(1 - sum(trace.wait[recent]) / seconds, 3),
             "read_ms_p50": percentile(reads, 50),
         }
-        _emit("progress", value)
+        emit("progress", value)
 
     return show
 
@@ -296,20 +365,11 @@ def main(
     try:
         manifest = load_manifest(root)
         total = len(batches(load, manifest)) if manifest else 0
-        epoch = run(root, load, _progress_printer(total))
+        epoch = run(root, load, progress_printer(total))
     except (FarsideError, OSError) as error:
-        _emit("error", {"message": str(error)})
+        emit("error", {"message": str(error)})
         _leave(1)
-    _emit(
-        "result",
-        {
-            **describe(epoch.trace, ideal or load.ideal_samples_per_s),
-            "batches_planned": epoch.batches_planned,
-            "wrong_windows": epoch.wrong,
-            "errors": len(epoch.errors),
-            "first_errors": epoch.errors[:5],
-        },
-    )
+    emit("result", result_of(epoch, ideal or load.ideal_samples_per_s))
     _leave(0)
 
 

@@ -20,7 +20,8 @@ Run = Mapping[str, Any]
 
 @dataclass
 class Comparison:
-    """All that one demo measured. `runs_by_io`: "pread" or "mmap" → run → figures."""
+    """All that one demo measured. `runs_by_io`: "pread" or "mmap" → run → figures. `without_mount`: why the
+    spoke was read through the library and not through a mount; "" for a mount."""
 
     machine: dict[str, Any]
     link: str
@@ -30,6 +31,7 @@ class Comparison:
     version: str
     runs_by_io: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    without_mount: str = ""
 
     @property
     def wrong_windows(self) -> int:
@@ -90,9 +92,9 @@ def rows(runs: Mapping[str, Run], dataset_bytes: int) -> list[Row]:
 
 def print_tables(comparison: Comparison, console: Console) -> None:
     for io, runs in comparison.runs_by_io.items():
-        table = Table(
-            title=f"Shuffled reads by {io}", box=SIMPLE_HEAD, title_justify="left", title_style="bold"
-        )
+        title = f"Shuffled reads by {io}"
+        title += "; no mount, the spoke is read through the library" if comparison.without_mount else ""
+        table = Table(title=title, box=SIMPLE_HEAD, title_justify="left", title_style="bold")
         table.add_column("")
         for heading in RUNS.values():
             table.add_column(heading, justify="right")
@@ -117,6 +119,8 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
         "link": comparison.link,
         "load": comparison.load,
         "dataset_bytes": comparison.dataset_bytes,
+        "spoke_read_through": "library" if comparison.without_mount else "mount",
+        "without_mount": comparison.without_mount or None,
         "runs": next(iter(by_io.values()), {}),
         "runs_by_io": by_io,
         "wrong_windows": comparison.wrong_windows,
@@ -132,7 +136,7 @@ def write_json(comparison: Comparison, path: Path) -> None:
 def local_share(reads: int, before: Mapping[str, Any], after: Mapping[str, Any]) -> float:
     """Share of `reads` by the job that were answered without the link.
 
-    From the mount's counter of requests that had to wait for the link, before and after the run. Reads that
+    From the spoke's counter of requests that had to wait for the link, before and after the run. Reads that
     the kernel answered by itself (page cache, passthrough) never reach that counter, and are local.
     """
     remote = int(after["reads"]["remote"]) - int(before["reads"]["remote"])

@@ -1,4 +1,7 @@
-"""A hub, a link and a mount, put together by nothing but farside's command line."""
+"""A hub, a link and a mount, put together by nothing but farside's command line.
+
+Where nothing can be mounted, a process that reads through the library stands in for the mount.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from farside.errors import FarsideError
 
 PORTAL = "demo"
 _COMMAND = [sys.executable, "-m", "farside.cli"]
+_CAP_SYS_ADMIN = 21
 _QUIET_S = 1.5  # the link carries nothing new for as long: prefetching is done
 _QUIET_BYTES = 200_000  # heartbeats and status pushes do not count
 
@@ -55,6 +59,7 @@ class Stack:
         self._tls = tls
         self._hub_state, self._spoke_state = work / "hub", work / "spoke"
         self._joined = False
+        self._library: Child | None = None
         for state in (self._hub_state, self._spoke_state):
             shutil.rmtree(state, ignore_errors=True)
         self._clear_mountpoint()
@@ -92,21 +97,45 @@ class Stack:
 
     def mount(self, cache_size: int, *options: str, fresh: bool = False) -> float:
         """Mount it; `fresh` with an empty cache. Returns the seconds until it could be used."""
-        if fresh:
-            shutil.rmtree(self.cache, ignore_errors=True)
         if not is_mounted(self.mountpoint):  # what a crash has left is the product's to clear
             self.mountpoint.mkdir(parents=True, exist_ok=True)
         arguments = ["mount", self.hub_address, str(self.mountpoint)]
-        arguments += ["--cache-dir", str(self.cache), "--cache-size", str(cache_size)]
-        arguments += ["--state-dir", str(self._spoke_state), "--log-file", str(self.work / "mount.log")]
-        if not self._tls:
-            arguments += ["--insecure", "--insecure-link-is-trusted"]
-        elif not self._joined:
-            arguments += ["--token-file", str(self._invite())]
+        for name, value in self._spoke_options(cache_size, fresh).items():
+            flag = f"--{name.replace('_', '-')}"
+            arguments += [flag] if value is True else [flag, str(value)]
+        arguments += ["--log-file", str(self.work / "mount.log")]
         began = time.monotonic()
         run_farside(*arguments, *options, prefix=self.link.spoke_prefix)
         self._joined = True
         return time.monotonic() - began
+
+    def start_library(self, cache_size: int, *, fresh: bool = False) -> tuple[Child, float]:
+        """Start a `farside.bench.libraryload`, which reads without a mount; `fresh` with an empty cache.
+
+        Returns it with the seconds until it could be used. Close it; `close` does so, too.
+        """
+        options = {"hub": self.hub_address, **self._spoke_options(cache_size, fresh)}
+        command = [sys.executable, "-m", "farside.bench.libraryload", json.dumps(options)]
+        began = time.monotonic()
+        child = self._library = Child([*self.link.spoke_prefix, *command], self.work / "library.log")
+        child.wait_ready("ready", timeout=60.0)
+        self._joined = True
+        return child, time.monotonic() - began
+
+    def _spoke_options(self, cache_size: int, fresh: bool) -> dict[str, str | int | bool]:
+        """The options of the spoke by name, without its hub."""
+        if fresh:
+            shutil.rmtree(self.cache, ignore_errors=True)
+        options: dict[str, str | int | bool] = {
+            "cache_dir": str(self.cache),
+            "cache_size": cache_size,
+            "state_dir": str(self._spoke_state),
+        }
+        if not self._tls:
+            options |= {"insecure": True, "insecure_link_is_trusted": True}
+        elif not self._joined:
+            options["token_file"] = str(self.invite())
+        return options
 
     def unmount(self) -> None:
         run_farside("unmount", str(self.mountpoint))
@@ -131,15 +160,18 @@ class Stack:
 
     def logs(self) -> str:
         """The ends of the logs, for an error message."""
-        names = ("hub.log", "mount.log", "link.log")
+        names = ("hub.log", "mount.log", "library.log", "link.log")
         return "\n".join(f"{name}: {said}" for name in names if (said := tail(self.work / name)))
 
     def close(self) -> None:
-        """Unmount and stop the hub. The link stays; it is its maker's."""
+        """Unmount and stop what was started here. The link stays; it is its maker's."""
         self._clear_mountpoint()
+        if self._library is not None:
+            self._library.close()
         self._hub.close()
 
-    def _invite(self) -> Path:
+    def invite(self) -> Path:
+        """A file with a fresh join token for one spoke."""
         token = run_farside(
             *("hub", "invite", "--portal", PORTAL, "--read-only", "--expires", "1h"),
             *("--address", self.link.hub_address, "--state-dir", str(self._hub_state)),
@@ -165,6 +197,10 @@ def mount_obstacle() -> str | None:
         return "/dev/fuse is missing or closed to this user"
     if os.geteuid() != 0 and not shutil.which("fusermount3"):
         return "not root, and the program `fusermount3` is missing"
+    for line in Path("/proc/self/status").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == "CapBnd" and not int(value, 16) >> _CAP_SYS_ADMIN & 1:
+            return "this container does not allow it (CAP_SYS_ADMIN is missing)"
     return None
 
 

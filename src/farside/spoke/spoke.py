@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import resource
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
@@ -15,8 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from farside import __version__
-from farside.config import MountConfig
+from farside.config import SpokeConfig
 from farside.errors import CacheError, FarsideError, HubUnreachable, RemoteError
+from farside.memory import keep_freed_memory
 from farside.protocol.attributes import Attr
 from farside.protocol.frames import OLDEST, PROTOCOL
 from farside.protocol.messages import Attached, DirChange, Hello
@@ -38,6 +41,9 @@ SLOW_DISK_S = 3.0
 KERNEL_NOTIFY_S = 2.0
 """How long an acknowledgement waits for the kernel to drop what changed (a read may hold its pages)."""
 
+ASK_AGAIN_S = 0.25
+"""Pause before the hub is asked for extended attributes once more."""
+
 MAX_XATTRS = 4096
 """Files whose extended attributes are remembered."""
 
@@ -52,7 +58,7 @@ class Spoke:
 
     namespace: Namespace
 
-    def __init__(self, config: MountConfig, cache: ChunkCache) -> None:
+    def __init__(self, config: SpokeConfig, cache: ChunkCache) -> None:
         self.config = config
         self.cache = cache
         self.log = logging.getLogger("farside.spoke")
@@ -86,14 +92,16 @@ class Spoke:
         Raises:
             HubUnreachable, AuthError, VersionMismatch, ProtocolError, RemoteError: it cannot be attached.
         """
+        keep_freed_memory()
         await self.link.start(self.config.timeout_s)
 
     async def close(self) -> None:
         """Stop everything; what is cached and known is on disk afterwards. Bounded in time."""
         await self.link.close()
-        for task in (*self._tasks, *((self._sync,) if self._sync else ())):
+        tasks = {*self._tasks, *((self._sync,) if self._sync else ())}
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self.fetcher.close()
         if hasattr(self, "namespace"):
             await self.namespace.close()
@@ -111,9 +119,8 @@ class Spoke:
         return self.cache.file(CacheKey(attached.portal_id, attr.version, attr.size), path)
 
     async def load(self, file: CachedFile) -> None:
-        """Have the side-car read, off the loop."""
-        if not file.loaded:
-            await asyncio.get_running_loop().run_in_executor(self.pool, file.load)
+        """Have the side-car read, off the loop; not waited for once the disk is known to hang."""
+        await self.fetcher.load(file)
 
     async def xattrs(self, path: bytes, version: bytes) -> dict[bytes, bytes]:
         """Extended attributes of a file, remembered for its version.
@@ -133,6 +140,7 @@ class Spoke:
                 except HubUnreachable:
                     if time.monotonic() >= deadline:
                         raise
+                    await asyncio.sleep(ASK_AGAIN_S)  # it may count as up for a moment after it broke
             if number:
                 raise RemoteError("the hub cannot read extended attributes", errno=number, path=path)
             self._xattrs[version] = found
@@ -143,6 +151,54 @@ class Spoke:
     def count_error(self, error: FarsideError) -> None:
         """Count what a reader was told, for ``farside status``."""
         self.errors[type(error).__name__] += 1
+
+    def status(self, reads: dict[str, Any]) -> dict[str, Any]:
+        """What is to be said of it: ``farside status --json`` without what concerns the mount.
+
+        Args:
+            reads: see ``farside.metrics.read_figures``; whoever hands the data out counts them.
+        """
+        link, fetch = self.link, self.fetcher.stats
+        data = dict(link.totals.data)
+        return {
+            "hub": str(self.config.hub.endpoint),
+            "portal": self.config.hub.portal,
+            "state": "up" if link.up else "away",
+            "reason": "" if link.up else link.totals.last_error,
+            "since_s": round(time.monotonic() - link.since, 3),
+            "link": {
+                "rtt_ms": round(link.rtt_s * 1e3, 3) if link.rtt_s else None,
+                "bandwidth_bps": round(self.fetcher.window.bandwidth * 8),
+                "window_bytes": self.fetcher.window.size,
+                "inflight_bytes": link.inflight_bytes,
+                "connections": link.connections,
+                "reconnects": link.totals.reconnects,
+                "tls": link.tls is not None,
+            },
+            "cache": {"dir": str(self.config.cache_dir), **self.cache.status()},
+            "reads": reads,
+            "link_bytes": {
+                **data,
+                "metadata": max(0, link.received - sum(data.values())),
+                "total": link.received,
+                "sent": link.sent,
+            },
+            "namespace": self.namespace.stats(),
+            "fetch": {
+                "requests": dict(fetch.requests),
+                "coalesced": fetch.coalesced,
+                "checksum_failures": fetch.checksum_failures,
+                "stale": fetch.stale,
+                "retries": fetch.retries,
+                "dropped": fetch.dropped,
+            },
+            "write_mode": "read-only",
+            "errors": dict(self.errors),
+            "uptime_s": round(time.monotonic() - self.started, 3),
+            "memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "version": __version__,
+            "pid": os.getpid(),
+        }
 
     # -- told by the link -------------------------------------------------------------------------
 
@@ -168,9 +224,11 @@ class Spoke:
     async def _resume(self) -> None:
         """What a new attach sets going, once the link counts as up."""
         self.fetcher.link_up()
-        if self._sync is not None:
-            self._sync.cancel()
-            await asyncio.gather(self._sync, return_exceptions=True)
+        while (running := self._sync) is not None:  # one at a time, also when attaches follow each other
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            if self._sync is running:
+                self._sync = None
         self._sync = asyncio.get_running_loop().create_task(self._sync_names())
 
     async def _sync_names(self) -> None:
@@ -185,15 +243,19 @@ class Spoke:
 
     def _changed(self, seq: int, changes: Sequence[DirChange]) -> None:
         found = self.namespace.invalidate(changes)
-        self._spawn(self._acknowledge(seq, found))
+        self._spawn(self._acknowledge(seq, found, self.link.attached))
 
-    async def _acknowledge(self, seq: int, found: list[Invalidated]) -> None:
-        """Tell the hub that a push is applied, once the kernel has dropped what it knew."""
+    async def _acknowledge(self, seq: int, found: list[Invalidated], attached: Attached | None) -> None:
+        """Tell the hub that a push is applied, once the kernel has dropped what it knew.
+
+        Numbers belong to one attach: one that came meanwhile must not take this for its own.
+        """
         forgotten = self._forget(found)
         if forgotten is not None:
             with contextlib.suppress(TimeoutError, OSError):
                 await asyncio.wait_for(asyncio.shield(forgotten), KERNEL_NOTIFY_S)
-        self.link.acknowledge(seq)
+        if self.link.attached is attached:
+            self.link.acknowledge(seq)
 
     def _forget(self, found: list[Invalidated]) -> asyncio.Future[None] | None:
         return self.on_invalidated(found) if found and self.on_invalidated is not None else None
