@@ -93,7 +93,9 @@ class Fabric:
         cleanup_stale(str(self.mnt))
 
 
-def wait_until(condition: Callable[[], bool], what: str = "condition", deadline_s: float = DEADLINE_S) -> None:
+def wait_until(
+    condition: Callable[[], bool], what: str = "condition", deadline_s: float = DEADLINE_S
+) -> None:
     """Poll with a deadline, for what cannot be waited on in another way."""
     deadline = time.monotonic() + deadline_s
     while not condition():
@@ -101,7 +103,9 @@ def wait_until(condition: Callable[[], bool], what: str = "condition", deadline_
         threading.Event().wait(0.02)
 
 
-def run_python(code: str, *arguments: object, timeout: float = DEADLINE_S) -> subprocess.CompletedProcess[str]:
+def run_python(
+    code: str, *arguments: object, timeout: float = DEADLINE_S
+) -> subprocess.CompletedProcess[str]:
     """Run a script in a process of its own: what maps files must not do so in a process that tests."""
     done = subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, timeout=timeout

@@ -192,5 +192,9 @@ class DirBuffer:
         )
         return True
 
+    def __len__(self) -> int:
+        """Entries so far."""
+        return len(self._parts)
+
     def __bytes__(self) -> bytes:
         return b"".join(self._parts)

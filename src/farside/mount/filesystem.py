@@ -12,7 +12,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from typing import Any
 
 from farside.errors import FarsideError
@@ -40,7 +40,7 @@ from farside.fuse import (
 from farside.metrics import Latencies
 from farside.mount.nodes import Node, Nodes, fuse_attr, path_of
 from farside.mount.openfiles import OpenFiles
-from farside.protocol.attributes import attr_of, flags_of, target_of
+from farside.protocol.attributes import Attr, attr_of, flags_of, target_of
 from farside.protocol.messages import StatfsReply
 from farside.spoke.directory import UNKNOWN
 from farside.spoke.namespace import Invalidated
@@ -54,6 +54,7 @@ DOUBTFUL_TTL = 1.0
 """The same while the hub is away, and in directories that the hub does not watch."""
 
 STATFS_TTL = 5.0
+NAME_MAX = 255
 SEEK_DATA, SEEK_HOLE = 3, 4
 
 
@@ -146,6 +147,8 @@ class Filesystem(Operations):
     # -- names ------------------------------------------------------------------------------------
 
     def lookup(self, req: Request, parent: int, name: bytes) -> EntryOut | Deferred:
+        if len(name) > NAME_MAX:
+            raise OSError(errno.ENAMETOOLONG, "a name has at most 255 bytes")
         node = self._directory(parent)
         before = self.names.changes
         value = self.names.peek(node.path or b"", name)
@@ -175,7 +178,7 @@ class Filesystem(Operations):
             return negative_entry(DOUBTFUL_TTL)  # cheap to ask again, and no list of them need be kept
         ttl = self._ttl(parent.path or b"")
         node = self.nodes.intern(parent, name, value)
-        return EntryOut(node.id, 0, fuse_attr(attr_of(value)), ttl, ttl)
+        return _entry_out(node, attr_of(value), ttl)
 
     def forget(self, nodeid: int, nlookup: int) -> None:
         self.nodes.forget(nodeid, nlookup)
@@ -222,8 +225,7 @@ class Filesystem(Operations):
             fh = self._next_dir
             self._next_dir += 1
             self._dirs[fh] = handle
-        if not reply_open(req, OpenOut(fh)):
-            self._dirs.pop(fh, None)
+        reply_open(req, OpenOut(fh))
 
     async def _snapshot(self, handle: DirHandle) -> None:
         node = handle.node
@@ -245,9 +247,12 @@ class Filesystem(Operations):
             return self._later(req, self._reread(req, handle, size, plus))
         handle.started = True
         before = self.names.changes
-        reply_directory(req, self._page(handle, offset, size, plus))
-        if plus and self.names.changes != before:
-            self._forget_names(handle.node)
+        page = self._page(handle, offset, size, plus)
+        reply_directory(req, page)
+        if self.names.changes != before:
+            for at in range(offset, offset + len(page)):
+                if at >= 2:  # behind . and ..
+                    self.files.session.invalidate_entry(handle.node.id, handle.entries[at - 2][0])
         return DEFERRED
 
     async def _reread(self, req: Request, handle: DirHandle, size: int, plus: bool) -> None:
@@ -278,7 +283,7 @@ class Filesystem(Operations):
             now = self.names.peek(path, name)
             if isinstance(now, bytes):
                 child = self.nodes.intern(node, name, now)
-                if not page.add_plus(EntryOut(child.id, 0, fuse_attr(attr_of(now)), ttl, ttl), name, i + 3):
+                if not page.add_plus(_entry_out(child, attr_of(now), ttl), name, i + 3):
                     self.nodes.forget(child.id, 1)
                     break
             elif not page.add_plus(EntryOut(0, 0, fuse_attr(attr), 0, 0), name, i + 3):
@@ -299,18 +304,20 @@ class Filesystem(Operations):
                 session.invalidate_inode(node.id, -1)
                 if name is not None:
                     session.invalidate_entry(node.id, name)
-                else:
-                    self._forget_names(node)
+                elif not tree:
+                    self._forget_names(self.nodes.children(node))
             if tree:
-                for below in self.nodes.directories_below(path):
-                    session.invalidate_inode(below.id, -1)
-                    self._forget_names(below)
+                below = self.nodes.below(path)
+                self._forget_names(below)
+                for child in below:
+                    if child.path is not None:
+                        session.invalidate_inode(child.id, -1)
         return asyncio.wrap_future(session.invalidated(), loop=self.loop)
 
-    def _forget_names(self, directory: Node) -> None:
-        """Every name in a directory that the kernel knows as existing."""
-        for child in self.nodes.children(directory):
-            self.files.session.invalidate_entry(directory.id, child.name)
+    def _forget_names(self, nodes: Iterable[Node]) -> None:
+        for node in nodes:
+            if node.parent is not None:
+                self.files.session.invalidate_entry(node.parent.id, node.name)
 
     # -- files ------------------------------------------------------------------------------------
 
@@ -334,9 +341,7 @@ class Filesystem(Operations):
         async with self._patience():
             value = await self.names.lookup(node.parent.path or b"", node.name)
         self._check_current(node, value)
-        opened = await self.files.open(node)
-        if not reply_open(req, opened):
-            self.files.release(opened.fh)
+        reply_open(req, await self.files.open(node))
 
     @staticmethod
     def _check_current(node: Node, value: bytes | None) -> None:
@@ -357,7 +362,10 @@ class Filesystem(Operations):
             return 0
         me = threading.get_ident()
         self.reading[me] = (req, fh, offset, want, time.monotonic())
-        got = file.cached.try_read(offset, buffer[:want])
+        if fh in self.files.unread and not self.files.begin(fh):
+            got = -1
+        else:
+            got = file.cached.try_read(offset, buffer[:want])
         self.reading.pop(me, None)  # the loop may have taken it over, see rescue
         if got < 0:
             return self._later(req, self._read(req, fh, offset, want, begun))
@@ -458,6 +466,11 @@ class Filesystem(Operations):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self.files.close()
+
+
+def _entry_out(node: Node, attr: Attr, ttl: float) -> EntryOut:
+    linked = node.path is None and attr.nlink > 1  # by its other names it cannot be told to be forgotten
+    return EntryOut(node.id, 0, fuse_attr(attr), min(ttl, DOUBTFUL_TTL) if linked else ttl, ttl)
 
 
 def _statfs_out(reply: StatfsReply) -> StatfsOut:

@@ -9,6 +9,7 @@ Node ids are never used twice. ``find``, ``intern`` and ``forget`` may be called
 
 from __future__ import annotations
 
+import errno
 import stat
 import threading
 
@@ -27,9 +28,10 @@ class Node:
         value: record, flags and symlink target, as in the namespace (shared, not copied).
         lookups: references that the kernel holds.
         path: of a directory, its path; for others ask ``path_of``.
+        served: bytes of it may have been handed out; the kernel may keep them as long as the node.
     """
 
-    __slots__ = ("id", "lookups", "name", "parent", "path", "value")
+    __slots__ = ("id", "lookups", "name", "parent", "path", "served", "value")
 
     def __init__(
         self, node_id: int, parent: Node | None, name: bytes, value: bytes, path: bytes | None
@@ -40,14 +42,11 @@ class Node:
         self.value = value
         self.path = path
         self.lookups = 0
+        self.served = False
 
     @property
     def attr(self) -> Attr:
         return attr_of(self.value)
-
-    @property
-    def is_dir(self) -> bool:
-        return self.path is not None
 
 
 def path_of(node: Node) -> bytes:
@@ -78,27 +77,32 @@ class Nodes:
         return len(self._by_id)
 
     def find(self, node_id: int) -> Node:
-        """Raises KeyError when the kernel names a node that it has forgotten (it never should)."""
-        return self._by_id[node_id]
+        """Raises OSError ESTALE for a node that the kernel has forgotten: file handles of NFS name such."""
+        node = self._by_id.get(node_id)
+        if node is None:
+            raise OSError(errno.ESTALE, "the kernel has forgotten this node")
+        return node
 
     def directory(self, path: bytes) -> Node | None:
         """The node of a directory, if the kernel knows it."""
         return self._dirs.get(path)
 
-    def of_file(self, fileid: int) -> Node | None:
-        """The newest node of a file, if the kernel knows it."""
-        return self._files.get(fileid)
-
     def children(self, directory: Node) -> list[Node]:
         """The nodes that were last looked up in a directory. Walks all nodes: for rare events only."""
-        with self._lock:
-            return [node for node in self._by_id.values() if node.parent is directory]
+        return [node for node in self._all() if node.parent is directory]
 
-    def directories_below(self, path: bytes) -> list[Node]:
-        """The directories below a path, itself not among them. Walks all directories."""
+    def below(self, path: bytes) -> list[Node]:
+        """The nodes that were last looked up in a directory or anywhere below it. Walks all nodes, once."""
         prefix = path + b"/" if path else b""
+
+        def holds(parent: Node | None) -> bool:
+            return parent is not None and ((at := parent.path) == path or (at or b"").startswith(prefix))
+
+        return [node for node in self._all() if holds(node.parent)]
+
+    def _all(self) -> list[Node]:
         with self._lock:
-            return [n for p, n in self._dirs.items() if p.startswith(prefix) and p != path]
+            return list(self._by_id.values())
 
     def intern(self, parent: Node, name: bytes, value: bytes) -> Node:
         """The node of what was just looked up; counts one reference of the kernel's."""

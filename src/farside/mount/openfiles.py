@@ -19,6 +19,9 @@ from farside.spoke.cachedfile import CachedFile
 from farside.spoke.openfile import OpenFile, Prefetcher
 from farside.spoke.spoke import Spoke
 
+PASSTHROUGH_MIN = 128 * 1024
+"""Smaller files are handed out by this process: one read of them costs less than setting up passthrough."""
+
 VERIFY_AT_OPEN = 1 << 30
 """A whole file that was cached before the start of the spoke is verified at its first open if it is no
 larger (bytes; about a second of disk reads), so that it can be passed through from the first read on."""
@@ -29,17 +32,15 @@ class Shared:
 
     Attributes:
         backing: the backing id of passthrough; 0 for handled reads.
-        served: bytes that came over the link were handed out.
     """
 
-    __slots__ = ("backing", "cached", "count", "node", "served")
+    __slots__ = ("backing", "cached", "count", "node")
 
     def __init__(self, node: Node, cached: CachedFile, backing: int) -> None:
         self.node = node
         self.cached = cached
         self.backing = backing
         self.count = 0
-        self.served = False
 
 
 class OpenFiles:
@@ -47,6 +48,7 @@ class OpenFiles:
 
     Attributes:
         handles: handle number → open file; read by FUSE threads.
+        unread: handles for which ``begin`` must be asked before anything is read from the cache.
     """
 
     session: Session
@@ -54,6 +56,7 @@ class OpenFiles:
     def __init__(self, spoke: Spoke, loop: asyncio.AbstractEventLoop) -> None:
         self.spoke = spoke
         self.handles: dict[int, OpenFile] = {}
+        self.unread: set[int] = set()
         self.passthrough_opens = 0
         self.handled_opens = 0
         self._loop = loop
@@ -74,8 +77,9 @@ class OpenFiles:
             fh = self._next
             self._next += 1
             self._of_handle[fh] = shared
-        path = path_of(node)
-        self.handles[fh] = self._prefetcher.open(path, shared.cached)
+            path = path_of(node)
+            self.handles[fh] = self._prefetcher.open(path, shared.cached)
+            self.unread.add(fh)
         if self._prefetcher.awaits(path):
             self._loop.call_soon_threadsafe(self._prefetcher.opened, path)
         if shared.backing:
@@ -105,7 +109,8 @@ class OpenFiles:
         cached = self.spoke.cached_file(path_of(node), node.attr)
         cached.acquire()
         try:
-            backing = await self._back(cached) if self.session.passthrough else 0
+            big = cached.size >= PASSTHROUGH_MIN
+            backing = await self._back(cached) if big and self.session.passthrough else 0
         except BaseException:
             cached.release()
             raise
@@ -129,11 +134,27 @@ class OpenFiles:
         finally:
             os.close(fd)
 
+    def begin(self, fh: int) -> bool:
+        """[any thread] May the cache be read for this handle? From then on its version is fixed.
+
+        False while nothing of it is cached and nothing was handed out: then ``read`` decides.
+        """
+        with self._lock:
+            shared = self._of_handle.get(fh)
+            if shared is None or not (shared.node.served or shared.cached.present):
+                return False
+            shared.node.served = True
+            self.unread.discard(fh)
+        return True
+
     async def read(self, fh: int, offset: int, size: int) -> bytes | bytearray | memoryview:
         """[loop] Bytes that were not ready in the cache.
 
         A file that changed between the look-up and the first read is read in its new version, if it kept
         its size: nobody has seen a byte of the old one. Raises as ``OpenFile.read``.
+
+        Two reads may be under way when one of them binds the handle anew: what the other has got of the old
+        version is dropped.
         """
         for last_try in (False, False, True):
             file, shared = self.handles[fh], self._of_handle[fh]
@@ -144,33 +165,39 @@ class OpenFiles:
                 if last_try or (file.cached is cached and not await self._renew(shared)):
                     raise
                 continue
-            shared.served = True
-            return data
-        raise AssertionError("unreachable")
+            if file.cached is cached:
+                shared.node.served = True
+                return data
+        raise StaleVersion("the file keeps changing at the hub", path=file.path, hint="open it again")
 
     async def _renew(self, shared: Shared) -> bool:
         """Bind handles of which no byte was read to the version that is there now; False when one was."""
         node, old = shared.node, shared.cached
         assert node.parent is not None
         value = await self.spoke.namespace.lookup(node.parent.path or b"", node.name)
-        if value is None or shared.served or shared.backing or old.present or shared.cached is not old:
+        if value is None or shared.cached is not old:
             return shared.cached is not old
         attr, before = attr_of(value), node.attr
         if (attr.fileid, attr.size, attr.mode) != (before.fileid, before.size, before.mode):
             return False
-        node.value = value
-        shared.cached = self.spoke.cached_file(path_of(node), attr)
-        shared.cached.acquire()
+        new = self.spoke.cached_file(path_of(node), attr)
+        with self._lock:  # against ``begin``: a FUSE thread takes bytes of the one or of the other version
+            if node.served or shared.backing or old.present:
+                return False
+            node.value = value
+            shared.cached = new
+            new.acquire()
+            for fh, other in self._of_handle.items():
+                if other is shared and (handle := self.handles.get(fh)) is not None:
+                    handle.cached = new
         old.release()
-        for fh, other in list(self._of_handle.items()):
-            if other is shared and (handle := self.handles.get(fh)) is not None:
-                handle.cached = shared.cached
         return True
 
     def release(self, fh: int) -> None:
         """[any thread] A handle was closed; with the last one the file's mode may change again."""
         with self._lock:
             self.handles.pop(fh, None)
+            self.unread.discard(fh)
             shared = self._of_handle.pop(fh, None)
             if shared is None:
                 return

@@ -177,6 +177,7 @@ class ChunkCache:
                 file = CachedFile(self, key, digest, path)
                 file.loaded = key.size == 0 or (self.scanned and digest not in self.sieve)
                 self._files[digest] = file
+            file.path = path  # the newest: a directory above may have been renamed, which changes no version
             self._recent[file] = None
             self._recent.move_to_end(file)
             while len(self._recent) > MAX_RECENT:

@@ -99,6 +99,10 @@ class ChangeLog:
             self._forget()
             self._everything = self.now
 
+    def applied(self) -> None:
+        """What was marked is to be seen by now: who looked in between, in another thread, looks again."""
+        self.marks += 1
+
     def since(self, ask: Ask, path: bytes) -> Changed:
         """What was invalidated in directory ``path`` after ``ask`` began."""
         start = ask.start

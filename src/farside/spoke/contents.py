@@ -146,7 +146,9 @@ class _Warming:
         try:
             for file, missing in todo:
                 while running and (self._in_work + missing > IN_WORK_BYTES or len(running) >= IN_WORK_FILES):
-                    _, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                    done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                    for task in done:
+                        task.result()
                 self._in_work += missing
                 running.add(asyncio.get_running_loop().create_task(self._one(file, missing)))
             if running:

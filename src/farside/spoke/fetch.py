@@ -116,8 +116,7 @@ class Fetcher:
         if size <= 0:
             return b""
         deadline = self._loop.time() + self._timeout
-        if not file.loaded:
-            await self._from_disk(self._in_pool(file.load))
+        await self.load(file)
         first, last = offset // CHUNK, -(-(offset + size) // CHUNK)
         for _ in range(MAX_ROUNDS):
             if file.unverified(first, last - 1):
@@ -173,7 +172,7 @@ class Fetcher:
                     at += 1
                 elif segment.missing >> (at - segment.first) & 1:
                     joined[id(segment)] = segment
-                    waiter.missing += 1
+                    waiter.missing |= waiter.mask(at, at + 1)
                     at += 1
                 elif (held := segment.holding(at)) is not None and held.verify():
                     waiter.pieces.append(held)
@@ -200,7 +199,7 @@ class Fetcher:
                 segment = self._moves.fly(files, a, min(a + DEMAND_CHUNKS, last), Reason.DEMAND)
                 segment.waiters.append(waiter)
                 segments.append(segment)
-            waiter.missing += stop - begin
+            waiter.missing |= waiter.mask(begin, stop)
         for segment in segments:
             self._moves.send([segment], Reason.DEMAND, urgent=True)
 
@@ -236,10 +235,14 @@ class Fetcher:
                 return None
         return future.result()
 
-    async def verify(self, file: CachedFile) -> None:
-        """Verify all of a file that is on disk from before the start; what fails becomes absent."""
+    async def load(self, file: CachedFile) -> None:
+        """Have the side-car read; without it, on a disk that hangs, all chunks count as absent."""
         if not file.loaded:
             await self._from_disk(self._in_pool(file.load))
+
+    async def verify(self, file: CachedFile) -> None:
+        """Verify all of a file that is on disk from before the start; what fails becomes absent."""
+        await self.load(file)
         for first in range(0, file.chunks, VERIFY_AHEAD):  # in steps, or others would queue behind it all
             for future in self._verify(file, first, min(first + VERIFY_AHEAD, file.chunks)):
                 await self._from_disk(future)
@@ -296,8 +299,7 @@ class Fetcher:
         Returns the number of them that are still not here: no room, or a stale version. The wait lasts for
         as long as the link is away; cancel it when enough is enough.
         """
-        if not file.loaded:
-            await self._from_disk(self._in_pool(file.load))
+        await self.load(file)
         self.want(file, first, last, reason)
         files = self._moves.files.get(file.key)
         if files is not None and (files.flying or files.queued):

@@ -59,7 +59,8 @@ class Arrived:
 class Waiter:
     """A reader that waits until chunks of [first, last) have arrived, in whatever pieces.
 
-    ``future`` is done when ``missing`` chunks are 0, or has the error.
+    ``future`` is done when ``missing`` is 0, or has the error. Bit n of it: chunk first + n has to arrive;
+    which chunks matters, for a run that arrives may hold others of the range, which are on disk.
     """
 
     __slots__ = ("first", "future", "last", "missing", "pieces")
@@ -69,14 +70,18 @@ class Waiter:
         self.missing = 0
         self.pieces: list[Arrived] = []
 
+    def mask(self, first: int, last: int) -> int:
+        """The bits of chunks [first, last), which are inside the range."""
+        return ((1 << (last - first)) - 1) << (first - self.first) if first < last else 0
+
     def take(self, arrived: Arrived) -> None:
-        """Hand over a verified run that holds chunks which this reader was missing."""
-        got = min(arrived.last, self.last) - max(arrived.first, self.first)
-        if got <= 0 or self.future.done():
+        """Hand over a verified run, if it holds chunks which this reader is missing."""
+        got = self.missing & self.mask(max(arrived.first, self.first), min(arrived.last, self.last))
+        if not got or self.future.done():
             return
         self.pieces.append(arrived)
-        self.missing -= got
-        if self.missing == 0:
+        self.missing &= ~got
+        if not self.missing:
             self.future.set_result(None)
 
 

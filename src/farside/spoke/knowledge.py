@@ -122,6 +122,7 @@ class Knowledge:
                 self._mark_names(parent, (name,))
             else:
                 self.root_dirty = True
+        self.log.applied()
         return found
 
     def _mark_names(self, path: bytes, names: Sequence[bytes]) -> None:

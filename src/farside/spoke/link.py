@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -47,6 +48,8 @@ from farside.protocol.messages import (
     pack_known,
 )
 from farside.protocol.retry import backoff
+
+log = logging.getLogger("farside.spoke")
 
 CONNECT_TIMEOUT = 4.0
 """Seconds for one attempt; short, so that a healed link is found within seconds."""
@@ -114,7 +117,6 @@ class Link:
         self.since = time.monotonic()
         self.attached: Attached | None = None
         self.totals = LinkTotals()
-        self.fatal: FarsideError | None = None
         self._on_attached, self._on_renewed = on_attached, on_renewed
         self._on_away, self._on_changes = on_away, on_changes
         urgent = max(1, connections // 8) if connections > 1 else 0
@@ -145,12 +147,10 @@ class Link:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for conn in self._all():
+        connections = self._all()
+        for conn in connections:
             self._forget(conn)
-            with contextlib.suppress(FarsideError, OSError, asyncio.TimeoutError):
-                await asyncio.wait_for(conn.close(), 1.0)
-        self._control = None
-        self._lanes = {"urgent": [], "bulk": []}
+        await asyncio.gather(*(conn.close() for conn in connections), return_exceptions=True)
         self._set_up(False)
 
     async def wait_up(self, timeout: float) -> None:
@@ -285,6 +285,9 @@ class Link:
     async def _call(self, message: Any, payload: bytes = b"") -> wire.Reply:
         if not self.up or self._control is None:
             raise self.unreachable()
+        if self._control.closed:
+            self._ping_now.set()  # have it noticed now, not at the next heartbeat
+            raise self.unreachable()
         return await self._control.call(message, payload, timeout=METADATA_TIMEOUT)
 
     def _pick(self, lane: str) -> wire.Connection:
@@ -340,7 +343,10 @@ class Link:
 
     async def _open_control(self, timeout: float) -> Attached:
         begun = time.monotonic()
-        conn = await self._connect(timeout, self._pushed)
+        # A push may come in one packet with the answer, before that was looked at: it is handed on after it.
+        early: list[AnyMessage] = []
+        hand_on: Callable[[AnyMessage], None] = early.append
+        conn = await self._connect(timeout, lambda message: hand_on(message))
         try:
             asked = time.monotonic()
             reply = await conn.call(Attach(self.portal), timeout=max(1.0, timeout - (asked - begun)))
@@ -362,6 +368,9 @@ class Link:
         self._on_attached(attached, asked + attached.lease_s)
         self.totals.last_error = ""
         self._set_up(True)
+        hand_on = self._pushed
+        for message in early:
+            self._pushed(message)
         return attached
 
     def _pushed(self, message: AnyMessage) -> None:
@@ -381,11 +390,13 @@ class Link:
             try:
                 await self._open_control(CONNECT_TIMEOUT)
                 self.totals.reconnects += 1
-            except FarsideError as e:
-                self.totals.last_error = e.message
+            except (FarsideError, OSError) as e:
+                self.totals.last_error = e.message if isinstance(e, FarsideError) else str(e)
                 await asyncio.sleep(next(delays))
-            except OSError as e:
-                self.totals.last_error = str(e)
+            except Exception as e:  # a bug; without this task the mount would be away for ever
+                log.exception("an attach failed")
+                self.totals.last_error = repr(e)
+                self._drop_all()
                 await asyncio.sleep(next(delays))
 
     def _drop_all(self) -> None:
@@ -433,6 +444,10 @@ class Link:
                 pinger.cancel()
             await asyncio.gather(filler, *([pinger] if pinger else []), return_exceptions=True)
 
+    async def _widen(self, lane: str) -> None:
+        """One more connection in a lane, known at once: whoever drops all must find it."""
+        self._lanes[lane].append(await self._connect(CONNECT_TIMEOUT))
+
     async def _fill_lanes(self) -> None:
         """Keep each lane at its size, all connections at once; those that die are replaced."""
         delays = backoff(last=MAX_BACKOFF)
@@ -444,18 +459,11 @@ class Link:
             if not missing:
                 await asyncio.sleep(0.5)
                 continue
-            made = await asyncio.gather(
-                *(self._connect(CONNECT_TIMEOUT) for _ in missing), return_exceptions=True
-            )
-            failed = False
-            for name, outcome in zip(missing, made, strict=True):
-                if isinstance(outcome, wire.Connection):
-                    self._lanes[name].append(outcome)
-                elif isinstance(outcome, FarsideError | OSError):
-                    failed = True
-                else:
-                    raise outcome
-            if failed:
+            made = await asyncio.gather(*map(self._widen, missing), return_exceptions=True)
+            for error in made:
+                if error is not None and not isinstance(error, FarsideError | OSError):
+                    log.error("a connection could not be added", exc_info=error)
+            if any(made):
                 await asyncio.sleep(next(delays))
             else:
                 delays = backoff(last=MAX_BACKOFF)
