@@ -198,9 +198,9 @@ def test_link_that_drops_in_the_middle_and_comes_back(tmp_path: Path) -> None:
         b.source.auto = None
         file = b.file(b"a", 16 * K)
         data = b.source.contents[b"a"].data
-        reader = start(b.fetcher.read(file, 0, 16 * K))
+        reader = start(b.fetcher.read(file, 0, 2 * K))  # one request
         call = await b.source.call(0)
-        call.send(*call.blocks(4 * K)[:2])
+        call.send(call.blocks(K)[0])
         b.source.up = False
         call.fail(HubUnreachable("cut"))
         late = start(b.fetcher.read(file, 15 * K, 10))
@@ -210,11 +210,11 @@ def test_link_that_drops_in_the_middle_and_comes_back(tmp_path: Path) -> None:
         b.source.up = True
         b.source.auto = Call.answer
         b.fetcher.link_up()
-        assert await reader == data
+        assert await reader == data[: 2 * K]
         assert await late == data[15 * K : 15 * K + 10]
-        assert b.source.calls[1].ranges() == [(b"a", 8, 16)]  # what had arrived is not asked again
+        assert b.source.calls[1].ranges() == [(b"a", 1, 2)]  # what had arrived is not asked again
         await b.settled()
-        assert file.complete and b.file(b"b").complete
+        assert not file.absent(0, 1) and b.file(b"b").complete
 
     run(tmp_path, scenario)
 

@@ -22,6 +22,8 @@ from farside.spoke.spoke import Spoke
 PASSTHROUGH_MIN = 128 * 1024
 """Smaller files are handed out by this process: one read of them costs less than setting up passthrough."""
 
+DISK_POLL_S = 0.25
+
 VERIFY_AT_OPEN = 1 << 30
 """A whole file that was cached before the start of the spoke is verified at its first open if it is no
 larger (bytes; about a second of disk reads), so that it can be passed through from the first read on."""
@@ -123,7 +125,7 @@ class OpenFiles:
             await self.spoke.fetcher.verify(cached)
         if not cached.passthrough_ready:
             return 0
-        fd = cached.passthrough_fd()
+        fd = await self._passthrough_fd(cached)
         if fd < 0:
             return 0
         try:
@@ -133,6 +135,26 @@ class OpenFiles:
             return 0
         finally:
             os.close(fd)
+
+    async def _passthrough_fd(self, cached: CachedFile) -> int:
+        """``CachedFile.passthrough_fd`` off the loop; -1 also when the disk is found to hang meanwhile."""
+        job = self._loop.run_in_executor(self.spoke.pool, cached.passthrough_fd)
+
+        def give_back(late: asyncio.Future[int]) -> None:
+            if not late.cancelled() and late.exception() is None and late.result() >= 0:
+                os.close(late.result())
+                cached.passthrough_release()
+
+        try:
+            while not job.done() and not self.spoke.cache.health.reads_off:
+                await asyncio.wait({job}, timeout=DISK_POLL_S)
+        except BaseException:
+            job.add_done_callback(give_back)
+            raise
+        if job.done():
+            return job.result()
+        job.add_done_callback(give_back)
+        return -1
 
     def begin(self, fh: int) -> bool:
         """[any thread] May the cache be read for this handle? From then on its version is fixed.

@@ -8,6 +8,8 @@ import logging
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -37,7 +39,17 @@ def run_mount(config: MountConfig, ready: Callable[[], None]) -> int:
         FarsideError: it could not be mounted; nothing is left behind.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    return asyncio.run(_run(config, ready))
+    status = asyncio.run(_run(config, ready))
+    deadline = time.monotonic() + 1.0
+    for thread in threading.enumerate():
+        if thread is threading.current_thread() or thread.daemon:
+            continue
+        thread.join(max(0.0, deadline - time.monotonic()))
+        if thread.is_alive():  # it hangs in the cache's disk and would keep the process for ever
+            log.warning("%s is left behind in a disk that does not answer", thread.name)
+            logging.shutdown()
+            os._exit(status)
+    return status
 
 
 async def _run(config: MountConfig, ready: Callable[[], None]) -> int:

@@ -23,7 +23,8 @@ FIRST = 2 << 20
 
 LARGE_READ = 512 * 1024
 FIRST_LARGE = 8 << 20
-"""The same behind a first read of at least LARGE_READ: who asks for so much wants the whole file."""
+"""The same behind a first read of at least LARGE_READ, or half of the limit where that is more: who asks for so
+much wants the whole file, and growing step by step would cost a round trip each."""
 
 SMALLEST = 256 * 1024
 """Readahead of a stream that begins in the middle of a file, bytes."""
@@ -216,7 +217,7 @@ class Readahead:
             self._streams.remove(min(self._streams, key=lambda s: s.used))
         self._streams.append(stream)
         if offset == 0:
-            first = FIRST_LARGE if end >= LARGE_READ else FIRST
+            first = max(FIRST_LARGE, limit // 2) if end >= LARGE_READ else FIRST
             stream.distance = max(min(self.inherited, limit), min(first, max(limit, SMALLEST)))
             return self._extend(stream)
         return Advice(random=True)

@@ -52,7 +52,9 @@ from farside.protocol.retry import backoff
 log = logging.getLogger("farside.spoke")
 
 CONNECT_TIMEOUT = 4.0
-"""Seconds for one attempt; short, so that a healed link is found within seconds."""
+CONNECT_TRIPS = 12
+"""One attempt to connect may take so many seconds, or round trips where that is longer; short, so that a
+healed link is found within seconds."""
 
 MAX_BACKOFF = 2.0
 BEAT_S = 2.0
@@ -126,6 +128,7 @@ class Link:
         self._up_event = asyncio.Event()
         self._ack = 0
         self._heard = time.monotonic()
+        self._slowest_trip = 0.0
         self._ping_now = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closing = False
@@ -138,6 +141,7 @@ class Link:
         Raises:
             HubUnreachable, AuthError, VersionMismatch, ProtocolError, RemoteError: the first attach failed.
         """
+        self._spawn(self._fill_lanes())
         attached = await self._open_control(timeout)
         self._spawn(self._keep_alive())
         return attached
@@ -388,7 +392,7 @@ class Link:
                 delays = backoff(last=MAX_BACKOFF)
                 self._drop_all()
             try:
-                await self._open_control(CONNECT_TIMEOUT)
+                await self._open_control(self._connect_timeout)
                 self.totals.reconnects += 1
             except (FarsideError, OSError) as e:
                 self.totals.last_error = e.message if isinstance(e, FarsideError) else str(e)
@@ -411,7 +415,6 @@ class Link:
         assert self.attached is not None
         lease = self.attached.lease_s
         every = min(BEAT_S, lease / 5)
-        filler = asyncio.get_running_loop().create_task(self._fill_lanes())
         pinger: asyncio.Task[float] | None = None
         renewed = time.monotonic()  # when the ping that was last acknowledged had been sent
         sent = renewed
@@ -426,6 +429,7 @@ class Link:
                     if pinger.exception() is not None:
                         self.totals.last_error = str(pinger.exception())
                         return
+                    self._slowest_trip = max(self._slowest_trip, pinger.result())
                     renewed, pinger = sent, None
                     self._heard = time.monotonic()
                     self._on_renewed(sent + lease)
@@ -439,17 +443,24 @@ class Link:
                     return
             self.totals.last_error = str(control.close_reason or "connection closed")
         finally:
-            filler.cancel()
             if pinger is not None:
                 pinger.cancel()
-            await asyncio.gather(filler, *([pinger] if pinger else []), return_exceptions=True)
+                await asyncio.gather(pinger, return_exceptions=True)
+
+    @property
+    def _connect_timeout(self) -> float:
+        return max(CONNECT_TIMEOUT, CONNECT_TRIPS * self._slowest_trip)
 
     async def _widen(self, lane: str) -> None:
         """One more connection in a lane, known at once: whoever drops all must find it."""
-        self._lanes[lane].append(await self._connect(CONNECT_TIMEOUT))
+        self._lanes[lane].append(await self._connect(self._connect_timeout))
 
     async def _fill_lanes(self) -> None:
-        """Keep each lane at its size, all connections at once; those that die are replaced."""
+        """Keep each lane at its size, all connections at once; those that die are replaced.
+
+        It begins together with the first control connection: on a long path it takes four round trips until a
+        connection can be used.
+        """
         delays = backoff(last=MAX_BACKOFF)
         while True:
             for lane in self._lanes.values():
@@ -467,3 +478,4 @@ class Link:
                 await asyncio.sleep(next(delays))
             else:
                 delays = backoff(last=MAX_BACKOFF)
+            await self._up_event.wait()

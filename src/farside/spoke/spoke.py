@@ -23,6 +23,7 @@ from farside.memory import keep_freed_memory
 from farside.protocol.attributes import Attr
 from farside.protocol.frames import OLDEST, PROTOCOL
 from farside.protocol.messages import Attached, DirChange, Hello
+from farside.protocol.retry import backoff
 from farside.protocol.sockets import choose_congestion
 from farside.protocol.tls import spoke_context
 from farside.spoke.cache import ChunkCache
@@ -232,10 +233,17 @@ class Spoke:
         self._sync = asyncio.get_running_loop().create_task(self._sync_names())
 
     async def _sync_names(self) -> None:
-        try:
-            await self.namespace.sync()
-        except FarsideError as e:
-            self.log.info("the list of names broke off: %s", e)
+        """Stream the list of names; again when that breaks off on a live link. The next attach begins anew."""
+        delays = backoff(first=1.0, last=30.0)
+        while True:
+            try:
+                await self.namespace.sync()
+                return
+            except FarsideError as e:
+                self.log.info("the list of names broke off: %s", e)
+            if not self.link.up:
+                return
+            await asyncio.sleep(next(delays))
 
     def _away(self) -> None:
         self.log.warning("%s is away: %s", self.link.address, self.link.totals.last_error)

@@ -22,12 +22,12 @@ START_RATE = 128 << 20
 
 GAIN = 1.8
 RATE_MEMORY_S = 10.0
-RTT_PERIOD_S = 10.0
+RTT_PERIOD_S = 15.0
 RTT_PERIOD_TRIPS = 100
-"""The smallest round trip of this period and the one before counts: the longer of 10 s and 100 round trips,
+"""The smallest round trip of this period and the one before counts: the longer of 15 s and 100 round trips,
 since looking for it costs about one and a half of them."""
 
-START_GAIN = 4.0
+START_GAIN = 2.5
 """While starting, at most so many times what the path was seen to hold: connections that are still getting
 up to speed may do so unhindered, and a slow link does not get a queue of many seconds."""
 
@@ -100,7 +100,7 @@ class Window:
             most = max(self._start, START_GAIN * self.bandwidth * (self.rtt + SERVICE_S))
             self.size = self._clamp(max(self.size, min(self.size + nbytes, int(most))))
         took = now - self._round_at
-        if took >= (max(ROUND_S, self.rtt) if self.starting else max(LONG_ROUND_S, 4 * self.rtt)):
+        if took >= (max(ROUND_S, self.rtt) if self.starting else min(max(LONG_ROUND_S, 4 * self.rtt), 4.0)):
             self._end_round(now, self._round_bytes / took)
 
     def idle(self) -> None:
@@ -120,16 +120,14 @@ class Window:
             self._flat_rounds = 0 if rate > GROWTH * best else self._flat_rounds + 1
             self.starting = self._flat_rounds < 3
             if not self.starting:
-                self._rates.clear()  # the short rounds of the start were too short to be right
-                self._rates.append((now, rate))
-                self.bandwidth = rate
+                self._rates.clear()  # the rounds of the start were too short to be right: the next one counts
         if not self.starting and self.rtt:
             self._settle(now)
 
     def _robust_maximum(self) -> float:
-        """The largest rate of the memory, without the top eighth: bursts behind a stall look too fast."""
+        """The largest rate of the memory, without the top quarter: bursts behind a stall look too fast."""
         rates = sorted((r for _, r in self._rates), reverse=True)
-        return rates[0 if self.starting else len(rates) // 8]
+        return rates[0 if self.starting else len(rates) // 4]
 
     def _settle(self, now: float) -> None:
         if self._probe_until and now >= self._probe_until:
