@@ -66,6 +66,12 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
     parser.add_argument("--readers", type=int, default=4)
+    parser.add_argument(
+        "--hard-links",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="also link files while they are served",
+    )
     options = parser.parse_args(arguments)
     if os.geteuid() != 0 or not os.path.exists("/dev/fuse"):
         print(f"{NAME}: skipped, this needs root and /dev/fuse", file=sys.stderr)
@@ -73,7 +79,7 @@ def main(arguments: list[str]) -> int:
     work = ROOT / "out" / "soak" / str(options.seed)
     shutil.rmtree(work, ignore_errors=True)
     print(f"seed {options.seed}, {options.minutes:g} minutes, in {work}", flush=True)
-    model = Model(work, options.seed, readers=options.readers, calm_s=4.0)
+    model = Model(work, options.seed, readers=options.readers, calm_s=4.0, hard_links=options.hard_links)
     try:
         report = model.run(options.minutes * 60, lambda report: print(report.line(), flush=True))
     finally:

@@ -14,6 +14,7 @@ from typing import Any
 from farside.hub import Hub, PortalSpec
 from farside.hub.content import ContentReader
 from farside.hub.portal import Portal
+from farside.hub.seek import Seek
 from farside.hub.tree import Tree
 from farside.hub.versions import Versions
 from farside.hub.watch import Watch
@@ -35,8 +36,9 @@ class Unwatched:
         self.paths.append(path)
         return True
 
-    def linked(self, directory: bytes, name: bytes, info: os.stat_result) -> None:
+    def linked(self, directory: bytes, name: bytes, info: os.stat_result) -> bool:
         self.links.append((directory, name))
+        return False
 
 
 class Exported:
@@ -139,10 +141,13 @@ async def watching(root: Path, **options: Any) -> AsyncIterator[tuple[Tree, Watc
     told = Told()
     with ThreadPoolExecutor(1) as pool:
         watch = Watch(portal, versions, told, pool, **options)
+        seek = Seek(portal, watch)
         watch.start()
+        seek.start()
         try:
             yield Tree(portal, versions, watch), watch, versions, told
         finally:
+            await seek.stop()
             await watch.stop()
             portal.close()
 

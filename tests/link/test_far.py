@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.mount.conftest import wait_until
 
 from farside.bench.link import NamespaceLink
 from farside.bench.netlink import Shape
 from farside.bench.stack import Stack
 from farside.fuse import cleanup_stale
-from tests.mount.conftest import wait_until
 
 pytestmark = [pytest.mark.link, pytest.mark.timeout(180)]
 

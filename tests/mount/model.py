@@ -363,7 +363,7 @@ class Model:
         rtt_ms: float = 4.0,
         edits_per_s: float = 8.0,
         calm_s: float = 2.0,
-        hard_links: bool = False,
+        hard_links: bool = True,
     ) -> None:
         work.mkdir(parents=True)
         data = work / "data"

@@ -71,7 +71,7 @@ class Editor:
             (4, self.rename),
             (4, self.rename_directory),
             (4, self.chmod),
-            (2 if hard_links else 0, self.link),
+            (6 if hard_links else 0, self.link),
             (1, self.make_directory),
             (1, self.remove_directory),
         ]
@@ -175,7 +175,7 @@ class Editor:
         if same:
             before = os.stat(self.root / path)
             os.utime(staged, ns=(before.st_atime_ns, before.st_mtime_ns))
-        with self.history.edit({path: inode.found()}, "replace"):
+        with self.history.edit(self._stamped(old) | {path: inode.found()}, f"replace {path}"):
             staged.rename(self.root / path)
         self.files[path] = inode
         return True
@@ -210,7 +210,7 @@ class Editor:
         path = self._file()
         if path is None or len(self.files) < 12:
             return False
-        with self.history.edit({path: NOTHING}, "delete"):
+        with self.history.edit(self._stamped(self.files[path]) | {path: NOTHING}, f"delete {path}"):
             os.unlink(self.root / path)
         del self.files[path]
         return True
@@ -225,7 +225,10 @@ class Editor:
         if path is None or new == path or self.files.get(new) is self.files[path]:
             return False
         inode = self.files[path]
-        with self.history.edit({path: NOTHING, new: inode.found()}, f"rename {path} {new}"):
+        changes = self._stamped(inode)
+        if new in self.files:
+            changes |= self._stamped(self.files[new])
+        with self.history.edit(changes | {path: NOTHING, new: inode.found()}, f"rename {path} {new}"):
             os.rename(self.root / path, self.root / new)
         self.files[new] = self.files.pop(path)
         return True
@@ -236,7 +239,7 @@ class Editor:
         if path is None or new is None:
             return False
         inode = self.files[path]
-        with self.history.edit({new: inode.found()}, f"link {path} {new}"):
+        with self.history.edit(self._stamped(inode) | {new: inode.found()}, f"link {path} {new}"):
             os.link(self.root / path, self.root / new)
         self.files[new] = inode
         return True
@@ -318,6 +321,10 @@ class Editor:
 
     def _names(self, inode: Inode) -> list[str]:
         return [path for path, other in self.files.items() if other is inode]
+
+    def _stamped(self, inode: Inode) -> dict[str, Found]:
+        """The names of a file that gains or loses one: no byte changes, but its ctime, and so its version."""
+        return dict.fromkeys(self._names(inode), inode.found())
 
     def _file(self) -> str | None:
         return self.rng.choice(list(self.files)) if self.files else None

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 
 import pytest
-
 from tests.mount.conftest import Fabric, wait_until
 
 pytestmark = pytest.mark.mount

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-
 from tests.mount.conftest import Fabric, wait_until
 
 pytestmark = pytest.mark.mount

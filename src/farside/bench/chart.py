@@ -20,9 +20,13 @@ class Curve:
     points: Sequence[tuple[float, float]]
 
 
+_LOG_FLOOR = 1e-9
+"""Smaller values are not drawn on a logarithmic axis."""
+
+
 def line_chart(title: str, x_label: str, curves: Sequence[Curve], *, log: bool = False) -> str:
     """An SVG element with axes, ticks and one line per curve. `log`: a logarithmic y axis."""
-    points = [(x, y) for curve in curves for x, y in curve.points if not log or y > 0]
+    points = [(x, y) for curve in curves for x, y in curve.points if not log or y >= _LOG_FLOOR]
     if not points:
         return ""
     x_ticks = ticks(0.0, max(x for x, _ in points))
@@ -51,7 +55,7 @@ def line_chart(title: str, x_label: str, curves: Sequence[Curve], *, log: bool =
     middle = (_LEFT + _WIDTH - _RIGHT) / 2
     parts.append(f'<text class="x" x="{middle:g}" y="{_HEIGHT - 4:g}">{escape(x_label)}</text>')
     for curve in curves:
-        line = "L".join(f"{at_x(x):.1f} {at_y(y):.1f}" for x, y in curve.points if not log or y > 0)
+        line = "L".join(f"{at_x(x):.1f} {at_y(y):.1f}" for x, y in curve.points if not log or y >= _LOG_FLOOR)
         if line:
             parts.append(f'<path class="line {curve.style}" d="M{line}"/>')
     return "".join([*parts, "</svg>"])

@@ -7,6 +7,7 @@ from concurrent.futures import Executor
 from typing import Any
 
 from farside.hub.portal import Portal, PortalSpec
+from farside.hub.seek import Seek
 from farside.hub.state import HubState
 from farside.hub.sweep import Sweep
 from farside.hub.tree import Tree
@@ -54,18 +55,21 @@ class Export:
             lambda device: portal.filesystem_of(device) in _UNSTAMPED,
         )
         self.watch = Watch(portal, self.versions, self._changed, pool, max_watches=max_watches)
+        self.seek = Seek(portal, self.watch)
         self.sweep = Sweep(self._swept, sweep_s)
         self.tree = Tree(portal, self.versions, self.watch, self.sweep.listed)
 
     def start(self) -> None:
         self.watch.start()
+        self.seek.start()
         self.sweep.start(self.tree)
 
     async def stop(self, idle: bool) -> None:
         """``idle``: no thread uses the portal any more; else its descriptor is left open."""
         swept = await self.sweep.stop()
+        sought = await self.seek.stop()
         await self.watch.stop()
-        if idle and swept:
+        if idle and swept and sought:
             self.portal.close()
 
     def status(self) -> dict[str, Any]:
@@ -79,6 +83,7 @@ class Export:
             "events": self.watch.events,
             "overflows": self.watch.overflows,
             "raised_counters": self.versions.bumps,
+            "link_searches": self.seek.searches,
             "swept": self.sweep.done,
             "found_by_sweep": self.sweep.found,
         }

@@ -39,6 +39,9 @@ SNAPSHOTS = 4
 
 _USER_XATTR = "user."
 
+_LOOKS = 5
+"""A name that is given to another file at each look is not waited for any longer."""
+
 
 class Watcher(Protocol):
     """Puts directories under watch. Any thread."""
@@ -46,8 +49,8 @@ class Watcher(Protocol):
     def watch(self, path: bytes, fd: int) -> bool:
         """Watches the directory open as ``fd``; False when its changes will not be pushed."""
 
-    def linked(self, directory: bytes, name: bytes, info: os.stat_result) -> None:
-        """A regular file with more than one link was listed."""
+    def linked(self, directory: bytes, name: bytes, info: os.stat_result) -> bool:
+        """A regular file with more than one link was looked at; True: look at it again."""
 
 
 class Listing(NamedTuple):
@@ -115,7 +118,7 @@ class Tree:
             return self._own_value(self._portal.fd)
         parent, name = self._portal.open_parent(path)
         try:
-            return self._value_at(parent, os.fsdecode(name))
+            return self._value_at(path.rpartition(b"/")[0], parent, os.fsdecode(name))
         finally:
             os.close(parent)
 
@@ -141,7 +144,7 @@ class Tree:
                         fd = self._portal.open(parent, os.O_PATH | os.O_DIRECTORY)
                         held = parent
                         self._watcher.watch(parent, fd)
-                    results.append((0, self._value_at(fd, os.fsdecode(name))))
+                    results.append((0, self._value_at(parent, fd, os.fsdecode(name))))
                 except OSError as error:
                     results.append((error.errno or errno.EIO, b""))
         finally:
@@ -266,9 +269,11 @@ class Tree:
         flags = FLAG_XATTR if self._xattrs and _has_user_xattr(f"/proc/self/fd/{fd}", True) else 0
         return pack_value(self._versions.attr(os.fstat(fd)), flags)
 
-    def _value_at(self, fd: int, name: str) -> bytes:
-        """The value of a name in the directory ``fd``; raises OSError."""
+    def _value_at(self, directory: bytes, fd: int, name: str) -> bytes:
+        """The value of a name in ``directory``, open as ``fd``; raises OSError."""
         info = os.stat(name, dir_fd=fd, follow_symlinks=False)
+        if info.st_nlink > 1 and stat.S_ISREG(info.st_mode):
+            info = self._link(directory, fd, name, info)
         flags, target = 0, b""
         if stat.S_ISLNK(info.st_mode):
             target = os.fsencode(os.readlink(name, dir_fd=fd))
@@ -276,11 +281,20 @@ class Tree:
             flags = FLAG_XATTR if _has_user_xattr(f"/proc/self/fd/{fd}/{name}", False) else 0
         return pack_value(self._versions.attr(info), flags, target)
 
+    def _link(self, directory: bytes, fd: int, name: str, info: os.stat_result) -> os.stat_result:
+        """The ``stat`` of one of several links to a file, which changes by the others will be told of."""
+        encoded = os.fsencode(name)
+        for _ in range(_LOOKS):
+            if not self._watcher.linked(directory, encoded, info):
+                break
+            info = os.stat(name, dir_fd=fd, follow_symlinks=False)
+        return info
+
     def _scan(self, path: bytes, fd: int) -> tuple[list[tuple[bytes, bytes]], list[bytes]]:
         """((name, value) of each entry, unsorted; names of those that are directories)."""
         entries: list[tuple[bytes, bytes]] = []
         subdirectories: list[bytes] = []
-        attr, encode, linked = self._versions.attr, os.fsencode, self._watcher.linked
+        attr, encode = self._versions.attr, os.fsencode
         prefix = f"/proc/self/fd/{fd}/"
         with os.scandir(fd) as scan:
             for entry in scan:
@@ -290,6 +304,9 @@ class Tree:
                     name = encode(text)
                     flags, target = 0, b""
                     kind = info.st_mode & 0o170000
+                    if info.st_nlink > 1 and kind == stat.S_IFREG:
+                        info = self._link(path, fd, text, info)
+                        kind = info.st_mode & 0o170000
                     if kind == stat.S_IFLNK:
                         target = encode(os.readlink(text, dir_fd=fd))
                     elif kind == stat.S_IFREG or kind == stat.S_IFDIR:
@@ -297,8 +314,6 @@ class Tree:
                             flags = FLAG_XATTR
                         if kind == stat.S_IFDIR:
                             subdirectories.append(name)
-                        elif info.st_nlink > 1:
-                            linked(path, name, info)
                 except FileNotFoundError:
                     continue  # removed since its name was read
                 entries.append((name, pack_value(attr(info), flags, target)))

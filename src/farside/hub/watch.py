@@ -12,12 +12,15 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor
+from contextlib import suppress
 
 from inotify_simple import Event, INotify, flags  # type: ignore[import-untyped]
 
 from farside.errors import printable
+from farside.hub.links import File, Links, file_of
 from farside.hub.portal import Portal
 from farside.hub.versions import Versions
 from farside.protocol.messages import DirChange
@@ -27,17 +30,19 @@ log = logging.getLogger(__name__)
 LATENCY_S = 0.02
 """Events that come within this time are told together."""
 
+MEET_S = 0.2
+"""What is to be told waits so long for a look at the names that came, which a slow disk may hold up."""
+
 MAX_NAMES = 1000
 """More changed names than this in one directory: the whole directory is distrusted instead."""
 
 MAX_DIRECTORIES = 5000
 """More changed directories than this at once: the whole tree is distrusted instead."""
 
-MAX_LINKS = 1_000_000
-"""Names of multiply linked files that are remembered, so that a change by one name is told for all."""
-
 _EXCL_UNLINK = 0x04000000
-_ENTRIES = flags.CREATE | flags.DELETE | flags.MOVED_FROM | flags.MOVED_TO
+_CAME = flags.CREATE | flags.MOVED_TO
+_WENT = flags.DELETE | flags.MOVED_FROM
+_ENTRIES = _CAME | _WENT
 _CONTENT = flags.MODIFY | flags.CLOSE_WRITE
 _SELF = flags.DELETE_SELF | flags.MOVE_SELF
 _MASK = int(_ENTRIES | _CONTENT | flags.ATTRIB | _SELF | flags.ONLYDIR) | _EXCL_UNLINK
@@ -47,7 +52,7 @@ _GONE = flags.DELETE_SELF | flags.IGNORED | flags.UNMOUNT
 class Watch:
     """The watch over one portal.
 
-    ``watch`` and ``linked`` may be called in any thread, all else in the loop's.
+    What stands under "any thread" may be called there, all else in the loop's thread.
 
     Args:
         tell: called in the loop's thread with each batch of changes. Before, the change counters of files
@@ -58,6 +63,7 @@ class Watch:
     Attributes:
         limited: some directory could not be watched for want of watches.
         events, overflows: how many came so far.
+        seeking: set when a file is wanted whose names are not all known (see ``seek.py``).
     """
 
     def __init__(
@@ -77,13 +83,16 @@ class Watch:
         self._lock = threading.Lock()
         self._paths: dict[int, list[bytes]] = {}  # by watch; more than one path only behind bind mounts
         self._watches: dict[bytes, int] = {}
-        self._links: dict[tuple[int, int], set[tuple[bytes, bytes]]] = {}
-        self._linked: dict[tuple[bytes, bytes], tuple[int, int]] = {}
+        self._links = Links(time.time_ns())
         self._names: dict[bytes, set[bytes] | None] = {}
         self._trees: set[bytes] = set()
         self._modified: set[tuple[bytes, bytes]] = set()
+        self._newcomers: set[tuple[bytes, bytes]] = set()
+        self._meeting: asyncio.Future[None] | None = None
         self._lost = False
         self._wake = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.seeking = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._inotify: INotify | None = None
         self.limited = False
@@ -94,7 +103,7 @@ class Watch:
 
     def start(self) -> None:
         """Begins to listen; without inotify it says so and everything is unwatched."""
-        loop = asyncio.get_running_loop()
+        loop = self._loop = asyncio.get_running_loop()
         try:
             self._inotify = INotify(nonblocking=True)
         except OSError as error:
@@ -119,6 +128,7 @@ class Watch:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
+        self._loop = None
         if self._inotify is not None:
             asyncio.get_running_loop().remove_reader(self._inotify.fileno())
             with self._lock:
@@ -174,17 +184,54 @@ class Watch:
             self._paths.setdefault(wd, []).append(path)
             return True
 
-    def linked(self, directory: bytes, name: bytes, info: os.stat_result) -> None:
-        """Remembers that ``name`` in ``directory`` is one of several links to one file."""
-        key = (info.st_dev, info.st_ino)
-        place = (directory, name)
-        if self._linked.get(place) == key:
-            return
+    def linked(self, directory: bytes, name: bytes, info: os.stat_result) -> bool:
+        """A name of a regular file that may have several was looked at, and is about to be handed out.
+
+        Returns True when it has only now become known as a name of this file: what changed by another name
+        between that look and now was not told for it, so look again.
+        """
+        if self._links.current(directory, name, info):
+            return False
         with self._lock:
-            self._unlink(place)
-            if len(self._linked) < MAX_LINKS:
-                self._linked[place] = key
-                self._links.setdefault(key, set()).add(place)
+            new = self._links.seen(directory, name, info)
+        self._rouse()
+        return new
+
+    def directories(self) -> list[bytes]:
+        """All directories under watch."""
+        with self._lock:
+            return list(self._watches)
+
+    def take_wanted(self) -> set[File]:
+        """The files that are to be looked for in all ``directories``."""
+        with self._lock:
+            return self._links.take_wanted()
+
+    def found(self, directory: bytes, name: bytes, info: os.stat_result) -> None:
+        """A name of a wanted file. It was handed out before it was known: it is told as changed."""
+        with self._lock:
+            if self._links.file(directory, name) != file_of(info):
+                self._links.seen(directory, name, info)
+                self._changed(directory, name)
+        self._rouse(told=True)
+
+    def sought(self, files: set[File]) -> None:
+        """The search for these has ended."""
+        with self._lock:
+            self._links.sought(files)
+
+    def _rouse(self, told: bool = False) -> None:
+        """Has the loop do what has come up in another thread."""
+        loop = self._loop
+        if loop is None:
+            return
+        for event, needed in (
+            (self._wake, told or self._links.stirred),
+            (self.seeking, self._links.wanted),
+        ):
+            if needed and not event.is_set():
+                with suppress(RuntimeError):  # the loop has been closed
+                    loop.call_soon_threadsafe(event.set)
 
     def _no_room(self, limit: str) -> None:
         if not self.limited:
@@ -211,14 +258,6 @@ class Watch:
                     self._inotify.rm_watch(wd)
                 except OSError:
                     pass  # the kernel has removed it: the directory is gone
-
-    def _unlink(self, place: tuple[bytes, bytes]) -> None:
-        key = self._linked.pop(place, None)
-        if key is not None:
-            places = self._links[key]
-            places.discard(place)
-            if not places:
-                del self._links[key]
 
     # -- events -----------------------------------------------------------------------------------
 
@@ -264,19 +303,19 @@ class Watch:
     def _entry(self, path: bytes, name: bytes, mask: int) -> None:
         """An event for a name in a watched directory."""
         self._changed(path, name)
-        place = (path, name)
-        key = self._linked.get(place)
-        if key is not None:
-            for directory, other in self._links[key]:
-                self._changed(directory, other)
+        file = self._links.file(path, name)
+        if file is not None:
+            self._links.stirred.add(file)
         if mask & _ENTRIES:
             self._changed_self(path)  # its time stamps, its link count
-            if key is not None:
-                self._unlink(place)
             if mask & flags.ISDIR:
                 self._moved(path + b"/" + name if path else name)
+            elif mask & _CAME:
+                self._newcomers.add((path, name))
+            else:
+                self._links.drop(path, name)
         elif mask & _CONTENT and self._versions.has_suspects:
-            self._modified.add(place)
+            self._modified.add((path, name))
 
     def _own(self, path: bytes, wd: int, mask: int) -> None:
         """An event for a watched directory itself."""
@@ -284,6 +323,7 @@ class Watch:
             self._names[b""] = None  # no directory of the portal holds the root's value
         if mask & _GONE:
             self._trees.add(path)
+            self._links.drop_directory(path)
             self._changed_self(path)
             if self._watches.get(path) == wd:
                 self._unname(path)
@@ -315,6 +355,7 @@ class Watch:
     def _moved(self, path: bytes) -> None:
         """A directory came, went or changed its place: nothing below this path holds any more."""
         self._trees.add(path)
+        self._links.drop_tree(path)
         below = path + b"/"
         for known in [p for p in self._watches if p == path or p.startswith(below)]:
             self._unname(known)
@@ -340,13 +381,20 @@ class Watch:
         while True:
             await self._wake.wait()
             await asyncio.sleep(LATENCY_S)
-            with self._lock:
-                self._wake.clear()
-                names, self._names = self._names, {}
-                trees, self._trees = self._trees, set()
-                modified, self._modified = self._modified, set()
-                lost, self._lost = self._lost, False
+            self._wake.clear()
             try:
+                if self._newcomers and self._meeting is None:
+                    self._meeting = loop.run_in_executor(self._pool, self._meet)
+                    self._meeting.add_done_callback(self._met)
+                if self._meeting is not None:
+                    await asyncio.wait({self._meeting}, timeout=MEET_S)
+                with self._lock:
+                    for directory, name in self._links.take_stirred():
+                        self._changed(directory, name)
+                    names, self._names = self._names, {}
+                    trees, self._trees = self._trees, set()
+                    modified, self._modified = self._modified, set()
+                    lost, self._lost = self._lost, False
                 if lost or modified:
                     await loop.run_in_executor(self._pool, self._raise_counters, modified, lost)
                 changes = [DirChange(b"", (), True)] if lost else _merged(names, trees)
@@ -361,16 +409,54 @@ class Watch:
         if lost:
             self._versions.distrust()
             return
-        for directory, name in modified:
+        for _, _, info in self._looked_at(modified):
+            self._versions.modified(info)
+
+    def _meet(self) -> None:
+        """Finds out which of the names that came are further links to a file, or took a link's place."""
+        with self._lock:
+            newcomers, self._newcomers = self._newcomers, set()
+        for directory, name, info in self._looked_at(newcomers):
+            with self._lock:
+                self._links.seen(directory, name, info)
+                file = self._links.file(directory, name)
+                if file is not None:
+                    # Its other names show one link more now; and this one may have been unknown for a moment,
+                    # when it was listed before the event that its predecessor went.
+                    self._links.stirred.add(file)
+        self._rouse()
+
+    def _met(self, meeting: asyncio.Future[None]) -> None:
+        self._meeting = None
+        if not meeting.cancelled() and meeting.exception() is not None:
+            log.error(
+                "portal %s: new names could not be looked at", self._portal.name, exc_info=meeting.exception()
+            )
+            self._lost = True
+        if self._newcomers or self._links.stirred or self._lost:
+            self._wake.set()
+
+    def _looked_at(
+        self, places: Iterable[tuple[bytes, bytes]]
+    ) -> Iterator[tuple[bytes, bytes, os.stat_result]]:
+        """(directory, name, stat) of those that are there; what is gone or moved has an event of its own."""
+        by_directory: dict[bytes, list[bytes]] = {}
+        for directory, name in places:
+            by_directory.setdefault(directory, []).append(name)
+        for directory, names in by_directory.items():
             try:
                 fd = self._portal.open(directory, os.O_PATH | os.O_DIRECTORY)
-                try:
-                    info = os.stat(name, dir_fd=fd, follow_symlinks=False)
-                finally:
-                    os.close(fd)
             except OSError:
-                continue  # gone or moved, which has an event of its own
-            self._versions.modified(info)
+                continue
+            try:
+                for name in names:
+                    try:
+                        info = os.stat(name, dir_fd=fd, follow_symlinks=False)
+                    except OSError:
+                        continue
+                    yield directory, name, info
+            finally:
+                os.close(fd)
 
 
 _NOTHING: set[bytes] = set()

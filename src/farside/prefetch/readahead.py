@@ -23,8 +23,8 @@ FIRST = 2 << 20
 
 LARGE_READ = 512 * 1024
 FIRST_LARGE = 8 << 20
-"""The same behind a first read of at least LARGE_READ, or half of the limit where that is more: who asks for so
-much wants the whole file, and growing step by step would cost a round trip each."""
+"""The same behind a first read of at least LARGE_READ, or half of the limit where that is more: who asks for
+so much wants the whole file, and growing step by step would cost a round trip each."""
 
 SMALLEST = 256 * 1024
 """Readahead of a stream that begins in the middle of a file, bytes."""

@@ -233,7 +233,7 @@ class Spoke:
         self._sync = asyncio.get_running_loop().create_task(self._sync_names())
 
     async def _sync_names(self) -> None:
-        """Stream the list of names; again when that breaks off on a live link. The next attach begins anew."""
+        """Stream the list of names; again when that breaks off on a live link. A new attach begins anew."""
         delays = backoff(first=1.0, last=30.0)
         while True:
             try:
