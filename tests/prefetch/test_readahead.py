@@ -14,6 +14,11 @@ MB = 1 << 20
 LIMIT = 64 * MB
 
 
+def quiet(ra: Readahead, offset: int, size: int) -> bool:
+    """Whether a read lies in front of every marker, so that it cannot change anything."""
+    return any(t.begin <= offset and offset + size <= t.marker and not t.stride for t in ra._streams)
+
+
 def chunks(advice: Advice) -> set[int]:
     return {c for first, last in advice.runs for c in range(first, last + 1)}
 
@@ -25,7 +30,7 @@ def read_through(
     asked: set[int] = set()
     calls = 0
     for at in range(begin, size, step):
-        if not ra.quiet(at, step):
+        if not quiet(ra, at, step):
             asked |= chunks(ra.read(at, step, limit))
             calls += 1
     return asked, calls
@@ -51,7 +56,7 @@ def test_distance_reaches_the_limit_within_a_few_round_trips() -> None:
 def test_header_reader_costs_little() -> None:
     ra = Readahead(1024 * MB)
     assert len(chunks(ra.read(0, 4096, LIMIT))) * CHUNK <= FIRST + CHUNK
-    assert ra.quiet(4096, 4096) and ra.quiet(0, 4096)
+    assert quiet(ra, 4096, 4096) and quiet(ra, 0, 4096)
 
 
 def test_marker_leaves_time() -> None:
@@ -59,7 +64,7 @@ def test_marker_leaves_time() -> None:
     ra = Readahead(1024 * MB)
     at = 0
     while at < 900 * MB:
-        if not ra.quiet(at, 128 * 1024):
+        if not quiet(ra, at, 128 * 1024):
             if ra.distance == LIMIT:
                 assert ra._streams[0].ahead - at >= LIMIT * 3 // 4 - MB
             ra.read(at, 128 * 1024, LIMIT)
@@ -77,7 +82,7 @@ def test_kernel_order_is_still_one_stream() -> None:
         reads[at : at + 8] = part
     asked: set[int] = set()
     for offset in reads:
-        if not ra.quiet(offset, 128 * 1024):
+        if not quiet(ra, offset, 128 * 1024):
             asked |= chunks(ra.read(offset, 128 * 1024, LIMIT))
     assert len(asked) > 0.95 * size / CHUNK
     assert len(ra._streams) <= 2
@@ -90,7 +95,7 @@ def test_two_threads_with_one_descriptor() -> None:
     for n in range(1024):
         for begin in (0, size // 2):
             at = begin + n * 128 * 1024
-            if not ra.quiet(at, 128 * 1024):
+            if not quiet(ra, at, 128 * 1024):
                 asked |= chunks(ra.read(at, 128 * 1024, LIMIT))
     assert len(asked) > 0.95 * size / CHUNK
 
@@ -104,7 +109,7 @@ def test_strided_reader() -> None:
         at = 3 * MB + n * step
         if at // CHUNK not in asked:
             missed += 1
-        if not ra.quiet(at, size):
+        if not quiet(ra, at, size):
             asked |= chunks(ra.read(at, size, LIMIT))
     assert missed <= 4
     assert len(asked) <= 200
@@ -138,7 +143,7 @@ def test_next_file_is_asked_near_the_end_and_inherits() -> None:
     ra = Readahead(size)
     told = 0
     for at in range(0, size, 128 * 1024):
-        if not ra.quiet(at, 128 * 1024):
+        if not quiet(ra, at, 128 * 1024):
             told = max(told, ra.read(at, 128 * 1024, LIMIT).next_file)
     assert 16 * MB <= told <= LIMIT
     following = Readahead(size, inherited=ra.distance)
@@ -165,7 +170,6 @@ def test_any_reads_give_runs_inside_the_file_and_bounded(
     ra = Readahead(size)
     last_chunk = (size - 1) // CHUNK
     for offset, length in reads:
-        ra.quiet(offset, length)
         advice = ra.read(offset, length, limit)
         for first, last in advice.runs:
             assert 0 <= first <= last <= last_chunk
@@ -175,3 +179,16 @@ def test_any_reads_give_runs_inside_the_file_and_bounded(
         )
         assert 0 <= advice.next_file <= max(limit, FIRST) + 2 * MB
         assert len(ra._streams) <= STREAMS
+
+
+def test_hits_are_told_of_only_where_they_carry_a_pattern_on() -> None:
+    ra = Readahead(1 << 30)
+    advice = ra.read(0, 128 * 1024, LIMIT)
+    ahead = (advice.runs[-1][1] + 1) * CHUNK
+    assert not ra.moves(128 * 1024, 128 * 1024), "in front of the marker"
+    assert ra.moves(ahead - 128 * 1024, 128 * 1024), "behind it"
+    assert not ra.moves(512 << 20, 16 * 1024), "elsewhere"
+    for n in range(4):
+        ra.read((256 << 20) + n * (1 << 20), 16 * 1024, LIMIT)
+    assert ra.moves((256 << 20) + 4 * (1 << 20), 16 * 1024), "the next stride"
+    assert not ra.moves((300 << 20) + 7, 16 * 1024)

@@ -43,10 +43,11 @@ class Spoke:
 
     async def read(self, file: CachedFile, readahead: Readahead, offset: int, size: int) -> int:
         limit = 2 * self.fetcher.window.size
-        if not readahead.quiet(offset, size):
+        here = file.try_read(offset, self.buffer[:size]) >= 0
+        if not here or readahead.moves(offset, size):
             for first, last in readahead.read(offset, size, limit).runs:
                 self.fetcher.want(file, first, last, Reason.READAHEAD)
-        if file.try_read(offset, self.buffer[:size]) >= 0:
+        if here:
             return 1
         assert len(await self.fetcher.read(file, offset, size)) == min(size, file.size - offset)
         return 0

@@ -7,8 +7,8 @@ reader gets as far as the marker, a quarter of the distance on. So it is at the 
 five steps, most of a window is still to come when more is asked for, and a reader that stops early has cost
 little.
 
-Only reads at or behind a marker need to be reported: ``quiet`` says, from any thread and without a lock,
-that a read would change nothing.
+Misses are always reported, hits only where they carry a pattern on: ``moves`` says so, from any thread and
+without a lock.
 """
 
 from __future__ import annotations
@@ -103,11 +103,20 @@ class Readahead:
         """The furthest distance of any stream, bytes; hand it to the next file as ``inherited``."""
         return max((s.distance for s in self._streams), default=0)
 
-    def quiet(self, offset: int, size: int) -> bool:
-        """Whether ``read`` need not be told of this one. Any thread."""
+    def moves(self, offset: int, size: int) -> bool:
+        """Whether a read that was in the cache carries a known pattern past its marker. Any thread.
+
+        A hit that belongs to no pattern need not be told: where a new one runs into what is absent, a miss
+        begins it.
+        """
         end = offset + size
         for stream in self._streams:
-            if stream.begin <= offset and end <= stream.marker and not stream.stride:
+            if not stream.distance:
+                continue
+            if stream.stride:
+                if offset == stream.begin + stream.stride:
+                    return True
+            elif end > stream.marker and stream.end - TOLERANCE <= offset <= stream.ahead + TOLERANCE:
                 return True
         return False
 

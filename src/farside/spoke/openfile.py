@@ -42,7 +42,7 @@ class OpenFile:
 
     def wants_attention(self, offset: int, size: int) -> bool:
         """[any thread] Whether ``advance`` should be told of a hit."""
-        return not self.cached.complete and not self._readahead.quiet(offset, size)
+        return not self.cached.complete and self._readahead.moves(offset, size)
 
     def advance(self, offset: int, size: int, hit: bool) -> None:
         """A read took place: fetch ahead what the pattern of the reads calls for."""
