@@ -182,8 +182,9 @@ def test_neighbours_are_merged_and_small_files_batched(tmp_path: Path) -> None:
         for f in small:
             b.fetcher.want(f, 0, 0, Reason.READAHEAD)
         await b.settled()
-        assert b.source.calls[0].ranges() == [(b"a", 0, 4)]
-        assert b.source.calls[1].ranges() == [(b"a", 4, 8)]
+        runs = [r for call in b.source.calls for r in call.ranges() if r[0] == b"a"]
+        assert joined(runs) == [(b"a", 0, 8)]
+        assert len(runs) <= 2, "neighbours are one run, cut by the size of a request at most"
         assert len(b.source.calls) <= 5
         assert all(f.complete for f in small)
 

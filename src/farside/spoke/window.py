@@ -82,8 +82,8 @@ class Window:
         if not self.rtt:
             self._period_at = now
             if ping:
-                likely = int(START_RATE * seconds)
-                self.size = self._clamp(max(self._start, min(likely, 8 * self._start)))
+                likely = int(GAIN * START_RATE * seconds)
+                self.size = self._clamp(max(self._start, min(likely, 16 * self._start)))
         self._rtt_now = min(self._rtt_now, seconds)
         self.rtt = min(self._rtt_now, self._rtt_before)
 
