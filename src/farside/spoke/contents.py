@@ -7,7 +7,7 @@ import fnmatch
 import os
 import stat
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,9 @@ from farside.spoke.spoke import Spoke
 IN_WORK_BYTES = 256 * 1024 * 1024
 IN_WORK_FILES = 2048
 """Files that are warmed at the same time: enough to keep the link full, few enough to stop at once."""
+
+BATCH = 64
+"""Files whose side-cars are looked at together."""
 
 PROGRESS_S = 0.2
 
@@ -92,83 +95,105 @@ async def warm(
         dry_run: only count.
 
     Returns:
-        ``files`` and ``bytes`` (that crossed, or would), ``bytes_total`` of the selection, ``seconds``
-        (taken, or estimated; None when the link's rate is not known yet), ``skipped`` files.
+        ``files`` that are cached (or would be) and ``bytes`` that crossed for it (or would),
+        ``bytes_total`` of the selection, ``seconds`` (taken, or estimated; None when the link's rate is not
+        known yet), ``skipped`` files.
     """
     begun = time.monotonic()
     room = spoke.cache.limit if limit is None else min(limit, spoke.cache.limit)  # or it would evict itself
-    todo: list[tuple[CachedFile, int]] = []
-    total = missing_total = 0
-    async for path, attr in files_below(spoke, selection):
-        file = spoke.cached_file(path, attr)
-        missing = await _missing_bytes(spoke, file)
-        if missing_total + missing > room:
-            break
-        total += file.size
-        missing_total += missing
-        todo.append((file, missing))
-    if dry_run:
-        rate = spoke.fetcher.window.bandwidth
-        return {
-            "files": len(todo),
-            "bytes": missing_total,
-            "bytes_total": total,
-            "seconds": missing_total / rate if rate else None,
-            "skipped": 0,
-        }
-    state = _Warming(spoke, len(todo), missing_total)
+    state = _Warming(spoke, selection, room, dry_run)
+    await state.count()
     ticker = asyncio.get_running_loop().create_task(state.report(progress))
     try:
-        await state.run(todo)
+        await state.run()
     finally:
         ticker.cancel()
+    if state.skipped:
+        spoke.log.warning("%d files could not be warmed, or not wholly", state.skipped)
+    rate = spoke.fetcher.window.bandwidth
+    estimate = state.crossed / rate if rate else None
     return {
         "files": state.files - state.skipped,
-        "bytes": state.bytes,
-        "bytes_total": total,
-        "seconds": time.monotonic() - begun,
+        "bytes": state.crossed,
+        "bytes_total": state.bytes if dry_run else state.bytes_total,
+        "seconds": estimate if dry_run else time.monotonic() - begun,
         "skipped": state.skipped,
     }
 
 
 class _Warming:
-    """One run of ``warm``: bounded work in flight, counted as it completes."""
+    """One run of ``warm``: files are taken up as they are walked, and forgotten when they are done.
 
-    def __init__(self, spoke: Spoke, files_total: int, bytes_total: int) -> None:
-        self.spoke = spoke
-        self.files_total, self.bytes_total = files_total, bytes_total
-        self.files = self.bytes = self.skipped = 0
+    Attributes:
+        files, bytes: done so far, whether they had to be fetched or not; of ``files_total``, ``bytes_total``.
+        crossed: bytes that crossed the link for it; with ``dry_run``, that would.
+        skipped: files that are not wholly cached although nothing more will come of them.
+    """
+
+    def __init__(self, spoke: Spoke, selection: Selection, room: int, dry_run: bool) -> None:
+        self.spoke, self.selection, self.dry_run = spoke, selection, dry_run
+        self.files_total = self.bytes_total = 0
+        self.files = self.bytes = self.crossed = self.skipped = 0
+        self._room = room
         self._in_work = 0
         self._active: dict[CachedFile, int] = {}
+        self._freed = asyncio.Event()
 
-    async def run(self, todo: Sequence[tuple[CachedFile, int]]) -> None:
-        running: set[asyncio.Task[None]] = set()
+    async def count(self) -> None:
+        """How much there is, from what is known of the names alone."""
+        async for _, attr in files_below(self.spoke, self.selection):
+            self.files_total += 1
+            self.bytes_total += attr.size
+            if self.files_total % 1024 == 0:
+                await asyncio.sleep(0)  # others have their turn
+
+    async def run(self) -> None:
         try:
-            for file, missing in todo:
-                while running and (self._in_work + missing > IN_WORK_BYTES or len(running) >= IN_WORK_FILES):
-                    done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                    for task in done:
-                        task.result()
-                self._in_work += missing
-                running.add(asyncio.get_running_loop().create_task(self._one(file, missing)))
-            if running:
-                await asyncio.gather(*running)
-        finally:
-            for task in running:
-                task.cancel()
+            async with asyncio.TaskGroup() as group:
+                batch: list[CachedFile] = []
+                async for path, attr in files_below(self.spoke, self.selection):
+                    batch.append(self.spoke.cached_file(path, attr))
+                    if len(batch) == BATCH:
+                        if not await self._take_up(batch, group):
+                            return
+                        batch = []
+                await self._take_up(batch, group)
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+
+    async def _take_up(self, batch: list[CachedFile], group: asyncio.TaskGroup) -> bool:
+        """Begin to fetch what is missing of some files; False when there is no room for more."""
+        missing_of = await asyncio.gather(*(_missing_bytes(self.spoke, file) for file in batch))
+        for file, missing in zip(batch, missing_of, strict=True):
+            if missing > self._room:
+                return False
+            self._room -= missing
+            if self.dry_run or not missing:
+                self.files += 1
+                self.bytes += file.size
+                self.crossed += missing
+                continue
+            while self._active and (
+                self._in_work + missing > IN_WORK_BYTES or len(self._active) >= IN_WORK_FILES
+            ):
+                self._freed.clear()
+                await self._freed.wait()
+            self._active[file] = missing
+            self._in_work += missing
+            group.create_task(self._one(file, missing))
+        return True
 
     async def _one(self, file: CachedFile, missing: int) -> None:
-        self._active[file] = missing
         try:
-            left = await self._fill(file) if missing else 0
-            if left:
-                self.skipped += 1
-                self.spoke.log.warning("not all of a file could be warmed: %r", file.path)
-            self.bytes += missing if not left else max(0, missing - left)
+            left = await self._fill(file)
+            self.skipped += bool(left)
+            self.crossed += max(0, missing - left)
+            self.bytes += file.size - left
             self.files += 1
         finally:
             del self._active[file]
             self._in_work -= missing
+            self._freed.set()
 
     async def _fill(self, file: CachedFile) -> int:
         """Fetch what is missing of a file; the bytes that are still missing when nothing more will come.
@@ -184,20 +209,17 @@ class _Warming:
         begun = time.monotonic()
         while True:
             await asyncio.sleep(PROGRESS_S)
-            part = 0
+            come = 0
             for file, missing in list(self._active.items()):
-                absent = (
-                    sum(file.span(a, b)[1] for a, b in file.absent(0, file.chunks - 1)) if file.size else 0
-                )
-                part += max(0, missing - absent)
-            done = self.bytes + part
+                absent = sum(file.span(a, b)[1] for a, b in file.absent(0, file.chunks - 1))
+                come += max(0, missing - absent)
             progress(
                 {
                     "files": self.files,
                     "files_total": self.files_total,
-                    "bytes": done,
+                    "bytes": self.bytes + come,
                     "bytes_total": self.bytes_total,
-                    "rate": done / max(1e-3, time.monotonic() - begun),
+                    "rate": (self.crossed + come) / max(1e-3, time.monotonic() - begun),
                 }
             )
 
