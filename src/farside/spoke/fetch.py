@@ -52,6 +52,12 @@ a shorter queue in front of demands."""
 MAX_UNWRITTEN = 32 << 20
 """Received bytes that may wait for the disk; beyond it there are so many fewer in flight."""
 
+MAX_UNFLUSHED = 16_384
+"""Files whose side-cars wait for the disk; beyond it prefetch waits as well. Each holds about a kilobyte, and
+would be fetched again after a crash."""
+
+UNFLUSHED_POLL_S = 0.05
+
 VERIFY_CHUNKS = 16
 """Chunks on disk are verified after a start in aligned groups of this many."""
 
@@ -331,6 +337,9 @@ class Fetcher:
         moves, stats, window = self._moves, self._moves.stats, self._moves.window
         moves.limited = False
         if moves.closed or moves.paused:
+            return
+        if len(self._cache.dirty) > MAX_UNFLUSHED:
+            self._loop.call_later(UNFLUSHED_POLL_S, self._schedule_pump)
             return
         if not self._source.up:
             moves.arm_retry()
