@@ -160,6 +160,12 @@ def _default_cache_size(directory: Path) -> int:
     while not existing.exists():
         existing = existing.parent
     stat = os.statvfs(existing)
+    if not stat.f_blocks:  # /proc and the like
+        raise UsageError(
+            "no cache can be there: its file system has no size",
+            path=str(directory),
+            hint="choose a --cache-dir on a local disk",
+        )
     return stat.f_frsize * stat.f_blocks // 2
 
 
@@ -353,7 +359,11 @@ def read_toml(path: Path, config: type[SpokeConfig] | type[HubConfig]) -> dict[s
         if setting.parse is parse_path and isinstance(value, str):
             value = os.path.join(path.parent, os.path.expanduser(value))
         elif setting.parse is parse_portal_roots and isinstance(value, dict):
-            value = {n: os.path.join(path.parent, os.path.expanduser(str(r))) for n, r in value.items()}
+            for portal, root in value.items():
+                if not isinstance(root, str):
+                    what = f"portal {portal!r}: {root!r} is not a directory in quotes"
+                    raise UsageError(what, path=str(path), hint=f'write {portal} = "/data/{portal}"')
+            value = {n: os.path.join(path.parent, os.path.expanduser(r)) for n, r in value.items()}
         found[name] = value
     return found
 

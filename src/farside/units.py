@@ -75,6 +75,11 @@ def format_size(count: float) -> str:
     return f"{value:.2f} {unit}" if abs(value) < 10 else f"{value:.1f} {unit}"
 
 
+def format_count(count: int, noun: str) -> str:
+    """``1 file``, ``1,234 files``."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
 def format_rate(bytes_per_s: float) -> str:
     """A rate of bytes, ``118 MiB/s``."""
     return f"{format_size(bytes_per_s)}/s"

@@ -35,7 +35,7 @@ def test_status_changes_nothing_and_names_the_owner(directory: Path, farside: Ca
     found = json.loads(farside("cache", "status", directory, "--json").out)
     assert (found["format"], found["chunk"], found["files"], found["owner_pid"]) == (1, CHUNK, 1, None)
     assert found["bytes"] >= 2 * CHUNK
-    assert "1 files" in farside("cache", "status", directory).out
+    assert "1 file," in farside("cache", "status", directory).out
     with open(directory / "lock", "r+b") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         found = json.loads(farside("cache", "status", directory, "--json").out)
@@ -55,7 +55,7 @@ def test_verify_finds_flipped_bits_and_exits_with_1(directory: Path, farside: Ca
         file.write(b"!!")
     ran = farside("cache", "verify", directory)
     assert ran.code == 1
-    assert "1 damaged chunks" in ran.out
+    assert "1 damaged chunk and" in ran.out
     assert "damaged: train/x" in ran.out
     assert farside("cache", "verify", directory).code == 0
 
@@ -76,6 +76,9 @@ def test_clear_asks_first(
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     assert farside("cache", "clear", directory).code == 130
+    monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))
+    ran = farside("cache", "clear", directory)
+    assert (ran.code, "nothing was deleted" in ran.err) == (1, True)
     assert list(directory.glob("data/*/*.data"))
 
 

@@ -87,6 +87,11 @@ def test_left_over_mounts_and_sockets(tmp_path: Path, mounted: Any) -> None:
     found = {f.check: f for f in checks.leftovers(str(table))}
     assert found[f"mount {living}"].state is State.OK
     assert found["mount /mnt/with space"].advice == "farside unmount /mnt/with space"
+    table.write_text(
+        table.read_text() + "93 1 0:53 / /mnt/his ro - fuse.farside hub:7420/x ro,user_id=4711,max_read=9\n"
+    )
+    found = {f.check: f for f in checks.leftovers(str(table))}
+    assert found["mount /mnt/his"] == Finding("mount /mnt/his", State.OK, "user 4711 looks after it")
     mounted.close()
     states = {f.check: f.state for f in checks.leftovers(str(table))}
     assert states[f"mount {living}"] is State.BROKEN

@@ -59,6 +59,16 @@ def test_pin_unpin_evict(mounted: Any, farside: Callable[..., Any]) -> None:
         assert json.loads(farside(op, root, "--json").out) == {str(root): {"files": 2, "bytes": MIB}}
 
 
+def test_what_stopped_it_and_what_is_pinned_is_said(mounted: Any, farside: Callable[..., Any]) -> None:
+    result = {"files": 1, "bytes": MIB, "seconds": 1.0, "stopped": "limit", "left": 3}
+    mounted.answers["warm"] = [{"result": result}]
+    ran = farside("warm", mounted.mountpoint)
+    assert ran.out.startswith("1 file is cached; 1.00 MiB crossed the link in 1.0 s")
+    assert ran.out.endswith("; the limit is reached, 3 files not looked at\n")
+    mounted.answers["evict"] = [{"result": {"files": 0, "bytes": 0, "pinned": 2}}]
+    assert "2 pinned, kept" in farside("evict", mounted.mountpoint).out
+
+
 def test_nothing_is_done_when_one_path_is_in_no_mount(mounted: Any, farside: Callable[..., Any]) -> None:
     ran = farside("evict", mounted.mountpoint, "/nowhere/at/all")
     assert ran.code == 1

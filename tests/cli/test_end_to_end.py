@@ -183,6 +183,20 @@ def test_tokens_that_do_not_open(world: World) -> None:
     assert not os.path.ismount(world.mountpoint)
 
 
+def test_a_revoked_spoke_comes_back_with_a_new_token(world: World) -> None:
+    token = world.invite()
+    world.mount("--token-file", token)
+    world.run("unmount", world.mountpoint)
+    (spoke,) = json.loads(world.run("hub", "spokes", "--json", "--state-dir", world.state_dir).out)
+    world.run("hub", "revoke", spoke["name"], "--state-dir", world.state_dir)
+    time.sleep(1.5)
+    assert "revoked" in world.mount(code=1).err
+    used = world.mount("--token-file", token, code=1)
+    assert "revoked" in used.err and "was used" in used.err
+    world.mount("--token-file", world.invite())
+    _read_all(world)
+
+
 def test_hubs_that_do_not_answer(world: World) -> None:
     token = world.invite()
     assert world.mount("--token-file", token, port=1, code=3).err.count("\n") == 1

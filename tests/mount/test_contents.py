@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.mount.conftest import Fabric, wait_until
 
 from farside.cli.control_client import RequestFailed, call
 from farside.config import control_socket
-from tests.mount.conftest import Fabric, wait_until
 
 pytestmark = pytest.mark.mount
 
@@ -60,6 +63,54 @@ def test_warm_stops_at_its_limit(filled: Fabric) -> None:
     assert 0 < done["bytes"] <= 10_000
     assert crossed(filled) == done["bytes"]
 
+    assert (done["stopped"], done["left"]) == ("limit", 40 - done["files"])
+
+
+def test_warm_stops_where_it_would_evict_what_it_brought(make_fabric: Callable[..., Fabric]) -> None:
+    fabric = make_fabric()
+    for number in range(6):
+        fabric.put(f"f{number}", os.urandom(4 << 20))
+    fabric.mount(cache_size=16 << 20)
+    first, again = ask(fabric, "warm"), ask(fabric, "warm")
+    assert first["stopped"] == again["stopped"] == "cache"
+    assert first["left"] == 6 - first["files"] - first["skipped"] >= 2
+    assert crossed(fabric) <= 20 << 20, "the second time brings at most what the first could not keep"
+
+
+def test_names_of_one_file_are_warmed_once(filled: Fabric) -> None:
+    for name in ("again", "d2/again"):
+        os.link(filled.data / "large", filled.data / name)
+    wait_until(lambda: filled.shows("d2/again", 5 << 20) and filled.shows("again", 5 << 20), "links seen", 5)
+    done = ask(filled, "warm")
+    assert (done["files"], done["bytes"]) == (len(SIZES) + 1, sum(SIZES.values()) + (5 << 20))
+    assert (filled.mnt / "d2" / "again").read_bytes() == (filled.data / "large").read_bytes()
+
+
+def test_warm_that_is_given_up_moves_nothing_more(make_fabric: Callable[..., Fabric]) -> None:
+    fabric = make_fabric(rtt=60.0)
+    fabric.put("huge", os.urandom(192 << 20))
+    fabric.mount()
+    with contextlib.closing(socket.socket(socket.AF_UNIX)) as client:
+        client.connect(str(control_socket(fabric.mnt)))
+        client.sendall(b'{"op": "warm", "path": ""}\n')
+        wait_until(lambda: crossed(fabric) > 0, "it began", 10)
+    time.sleep(1)
+    stopped = crossed(fabric)
+    time.sleep(1)
+    assert crossed(fabric) == stopped < 192 << 20
+
+
+def test_warm_waits_for_the_hub_no_longer_than_a_read(filled: Fabric) -> None:
+    filled.cut()
+    begun = time.monotonic()
+    with pytest.raises(RequestFailed) as failed:
+        ask(filled, "warm")
+    assert failed.value.exit_code == 3
+    assert time.monotonic() - begun < 30
+    filled.restore()
+    filled.wait_state("up")
+    assert ask(filled, "warm")["files"] == len(SIZES) + 1
+
 
 def test_what_is_not_there_is_said(filled: Fabric) -> None:
     with pytest.raises(RequestFailed) as failed:
@@ -75,7 +126,8 @@ def test_evict_frees_and_a_pin_holds(filled: Fabric) -> None:
     assert gone["bytes"] >= 5 << 20
     wait_until(lambda: filled.status()["cache"]["used"] <= used - (5 << 20), "space is free")
     before = crossed(filled)
-    ask(filled, "evict", "d0")
+    kept = ask(filled, "evict", "d0")
+    assert (kept["files"], kept["pinned"]) == (0, 40)
     for name in SIZES:
         if name.startswith("d0/"):
             assert (filled.mnt / name).read_bytes() == (filled.data / name).read_bytes()

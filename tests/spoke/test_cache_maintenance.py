@@ -48,6 +48,7 @@ def test_verify_finds_and_drops_what_is_damaged(tmp_path: Path) -> None:
 def test_clear_leaves_what_is_not_ours(tmp_path: Path) -> None:
     make(tmp_path, {1: 10 * CHUNK, 2: 5000})
     (tmp_path / "data" / "aa" / "mine").write_text("x")
+    (tmp_path / "namespace.db").write_text("names of the portal are ours too")
     assert clear_directory(tmp_path) > 10 * CHUNK
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "lock"]
     assert (tmp_path / "data" / "aa" / "mine").read_text() == "x"

@@ -118,7 +118,7 @@ def test_limit_smaller_than_a_chunk_names_what_is_needed(tmp_path: Path) -> None
 def test_limit_larger_than_the_disk(tmp_path: Path) -> None:
     with pytest.raises(CacheError, match="larger than the disk") as caught:
         ChunkCache.open(tmp_path / "c", size_limit=1 << 60)
-    assert "bytes or less" in caught.value.hint
+    assert "M or less" in caught.value.hint
 
 
 def test_ledger_and_pins_distrust_damage(tmp_path: Path) -> None:

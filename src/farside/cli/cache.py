@@ -14,7 +14,7 @@ import click
 from farside.cli.main import Lazy, LazyGroup
 from farside.cli.options import DIRECTORY, examples, json_option
 from farside.errors import EXIT_FAILED, CacheError, printable
-from farside.units import format_size
+from farside.units import format_count, format_size
 
 
 class CacheGroup(LazyGroup):
@@ -44,7 +44,7 @@ def status(directory: Path, as_json: bool) -> int:
         owner = f"in use by process {found['owner_pid']}" if found["owner_pid"] else "not in use"
         click.echo(
             f"{directory}: format {found['format']}, chunks of {format_size(found['chunk'])}, "
-            f"{found['files']:,} files, {format_size(found['bytes'])} on disk, {owner}"
+            f"{format_count(found['files'], 'file')}, {format_size(found['bytes'])} on disk, {owner}"
         )
     return 0
 
@@ -125,8 +125,10 @@ def verify(directory: Path, as_json: bool) -> int:
         click.echo(json.dumps({**dataclasses.asdict(report), "damaged": damaged}, indent=2))
     else:
         click.echo(
-            f"{report.files:,} files, {report.chunks:,} chunks, {format_size(report.read_bytes)} checked; "
-            f"{report.corrupt_chunks:,} damaged chunks and {report.left_overs:,} left-overs dropped"
+            f"{format_count(report.files, 'file')}, {format_count(report.chunks, 'chunk')}, "
+            f"{format_size(report.read_bytes)} checked; "
+            f"{format_count(report.corrupt_chunks, 'damaged chunk')} and "
+            f"{format_count(report.left_overs, 'left-over')} dropped"
         )
         for path in damaged:
             click.echo(f"  damaged: {path}")
@@ -147,10 +149,12 @@ def clear(directory: Path, yes: bool, as_json: bool) -> int:
     _must_be_cache(directory)
     if not yes:
         size = format_size(_measure(directory)[1])
-        click.confirm(f"delete {size} of cached data in {directory}?", abort=True, err=True)
+        if not click.confirm(f"delete {size} of cached data in {directory}?", err=True):
+            click.echo("nothing was deleted", err=True)
+            return EXIT_FAILED
     freed = clear_directory(directory)
     if as_json:
         click.echo(json.dumps({"dir": str(directory), "bytes": freed}))
     else:
-        click.echo(f"{directory} is empty; {format_size(freed)} are free again")
+        click.echo(f"{directory} is cleared; {format_size(freed)} are free again")
     return 0

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from farside.cli.control_client import owner_pid
-from farside.cli.mounttable import MOUNT_TABLE, farside_mounts, filesystem_of
+from farside.cli.mounttable import MOUNT_TABLE, farside_mounts, filesystem_of, mounted_by
 from farside.config import control_socket, runtime_dir
 from farside.errors import printable
 from farside.units import format_size
@@ -70,9 +70,7 @@ def fuse_device(path: str = "/dev/fuse") -> Finding:
         return Finding("/dev/fuse", State.BROKEN, "missing", advice)
     except OSError as error:
         advice = "chmod 0666 /dev/fuse; in a container give it --device /dev/fuse"
-        # fusermount3 opens it with its own rights, so another user than root may still mount.
-        state = State.WARN if os.geteuid() != 0 and shutil.which("fusermount3") else State.BROKEN
-        return Finding("/dev/fuse", state, f"cannot be opened: {error.strerror}", advice)
+        return Finding("/dev/fuse", State.BROKEN, f"cannot be opened: {error.strerror}", advice)
     return Finding("/dev/fuse", State.OK, "can be opened")
 
 
@@ -116,6 +114,19 @@ def tcp_buffers(sysctl: Path = Path("/proc/sys/net/ipv4")) -> Iterator[Finding]:
             f"up to {format_size(most)}: caps a connection at {format_size(most / 0.06)}/s over 60 ms",
             f"sysctl -w net.ipv4.{name}='{value}'",
         )
+
+
+def slow_start(sysctl: Path = Path("/proc/sys/net/ipv4")) -> Finding:
+    name = "tcp_slow_start_after_idle"
+    try:
+        on = (sysctl / name).read_text().strip() != "0"
+    except OSError:
+        return Finding(name, State.WARN, "cannot be read here", "look at it on the host")
+    if on:
+        return Finding(
+            name, State.WARN, "on: every pause costs a connection its pace", f"sysctl -w net.ipv4.{name}=0"
+        )
+    return Finding(name, State.OK, "off")
 
 
 def congestion(sysctl: Path = Path("/proc/sys/net/ipv4")) -> Finding:
@@ -195,12 +206,15 @@ def leftovers(table: str = MOUNT_TABLE) -> Iterator[Finding]:
     for mountpoint in farside_mounts(table):
         address = control_socket(mountpoint)
         shown = printable(os.fsencode(mountpoint))
-        if owner_pid(address) is None:
-            advice = f"farside unmount {shown}"
-            yield Finding(f"mount {shown}", State.BROKEN, "its process is gone", advice)
-        else:
+        owner = mounted_by(mountpoint, table)
+        if owner_pid(address) is not None:
             yield Finding(f"mount {shown}", State.OK, "served")
             alive.add(address)
+        elif owner is not None and owner != os.geteuid():
+            yield Finding(f"mount {shown}", State.OK, f"user {owner} looks after it")
+        else:
+            advice = f"farside unmount {shown}"
+            yield Finding(f"mount {shown}", State.BROKEN, "its process is gone", advice)
     for address in sorted(runtime_dir().glob("*.sock")):
         if address not in alive and owner_pid(address) is None:
             yield Finding(f"socket {address.name}", State.WARN, "left over from a crash", f"rm {address}")
@@ -212,6 +226,7 @@ ALL: tuple[Callable[[], Finding | Iterator[Finding]], ...] = (
     privilege,
     fusermount,
     tcp_buffers,
+    slow_start,
     congestion,
     watches,
     open_files,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -13,8 +14,10 @@ import click
 
 from farside.cli.control_client import Place, call, find
 from farside.cli.options import FILE, SIZE, examples, json_option
-from farside.units import format_duration, format_rate, format_size
+from farside.errors import printable
+from farside.units import format_count, format_duration, format_rate, format_size
 
+_AWAY = "the hub is AWAY, waiting"
 _SILENCE_S = 300.0
 """The longest that a long-running request may go without a line of progress."""
 
@@ -32,7 +35,9 @@ farside warm /mnt/c4 --dry-run          # says bytes and time, moves nothing
 @click.argument("path", type=FILE)
 @click.option("--include", multiple=True, metavar="GLOB", help="Only these files; may be repeated.")
 @click.option("--exclude", multiple=True, metavar="GLOB", help="Not these files; may be repeated.")
-@click.option("--limit", type=SIZE, help="Stop after so many bytes.")
+@click.option(
+    "--limit", type=SIZE, help="Stop before more than so many bytes have moved; files are not split."
+)
 @click.option(
     "--dry-run", is_flag=True, help="Only say how many bytes would move and how long it would take."
 )
@@ -71,17 +76,21 @@ def _warmed(result: dict[str, Any], dry_run: bool) -> str:
     files, count = result.get("files", 0), result.get("bytes", 0)
     seconds, total = result.get("seconds"), result.get("bytes_total")
     if dry_run:
-        text = f"{files:,} files, {format_size(count)} would cross the link"
+        text = f"{format_count(files, 'file')}, {format_size(count)} would cross the link"
         if seconds is not None:
             text += f", in about {format_duration(seconds)}"
         if total is not None:
             text += f" ({format_size(total - count)} of {format_size(total)} are cached)"
     else:
-        text = f"{files:,} files are cached; {format_size(count)} crossed the link"
+        text = f"{format_count(files, 'file')} {'is' if files == 1 else 'are'} cached"
+        text += f"; {format_size(count)} crossed the link"
         if seconds and count:
             text += f" in {format_duration(seconds)} ({format_rate(count / seconds)})"
     if result.get("skipped"):
-        text += f"; {result['skipped']:,} files did not fit or failed, see the log"
+        text += f"; {format_count(result['skipped'], 'file')} did not fit or failed, see the log"
+    if result.get("stopped"):
+        why = "the limit is reached" if result["stopped"] == "limit" else "the cache holds no more"
+        text += f"; {why}, {format_count(result.get('left', 0), 'file')} not looked at"
     return text
 
 
@@ -108,7 +117,10 @@ def unpin(paths: tuple[Path, ...], as_json: bool) -> int:
 @click.argument("paths", nargs=-1, required=True, type=FILE)
 @json_option
 def evict(paths: tuple[Path, ...], as_json: bool) -> int:
-    """Drop the files at PATHS, or below them, from the cache now. At the hub nothing changes."""
+    """Drop the files at PATHS, or below them, from the cache now. At the hub nothing changes.
+
+    Pinned files are kept.
+    """
     return _each("evict", "evicted", paths, as_json)
 
 
@@ -119,9 +131,13 @@ def _each(op: str, done: str, paths: tuple[Path, ...], as_json: bool) -> int:
         result = call(place.socket, op, {"path": place.relative}, silence_s=_SILENCE_S)
         results[str(path)] = result
         if not as_json:
-            click.echo(
-                f"{path}: {result.get('files', 0):,} files, {format_size(result.get('bytes', 0))} {done}"
+            files, size = result.get("files", 0), result.get("bytes", 0)
+            text = (
+                f"{printable(os.fsencode(path))}: {format_count(files, 'file')}, {format_size(size)} {done}"
             )
+            if result.get("pinned"):
+                text += f"; {result['pinned']:,} pinned, kept (`farside unpin` lets them go)"
+            click.echo(text)
     if as_json:
         click.echo(json.dumps(results, indent=2))
     return 0
@@ -161,7 +177,7 @@ class _Lines:
         click.echo(
             f"{state.get('files', 0):,} of {state.get('files_total', 0):,} files, "
             f"{format_size(state.get('bytes', 0))} of {format_size(state.get('bytes_total', 0))}, "
-            f"{format_rate(state.get('rate', 0))}",
+            + (_AWAY if state.get("away") else format_rate(state.get("rate", 0))),
             err=True,
         )
 
@@ -198,7 +214,9 @@ class _Bar:
     def show(self, state: dict[str, Any]) -> None:
         self._bar.update(
             self._task,
-            description=f"{state.get('files', 0):,}/{state.get('files_total', 0):,} files",
+            description=_AWAY
+            if state.get("away")
+            else f"{state.get('files', 0):,}/{state.get('files_total', 0):,} files",
             completed=state.get("bytes", 0),
             total=state.get("bytes_total") or None,
         )

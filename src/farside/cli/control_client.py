@@ -62,7 +62,7 @@ def find(path: Path) -> Place:
             raise MountError(
                 "this mount cannot be talked to: it belongs to another user, or its process is gone",
                 path=str(mountpoint),
-                hint="be that user or root; `farside unmount` clears what a crash left",
+                hint="be the user who mounted it; `farside unmount` clears what a crash left",
             )
     raise MountError("not inside a running farside mount", path=str(path), hint="`farside status` lists them")
 
@@ -116,7 +116,7 @@ def call(
             "the mount process is gone", hint="clear what it left with `farside unmount`, then mount again"
         ) from error
     except PermissionError as error:
-        raise MountError("the mount belongs to another user", hint="use the same user, or root") from error
+        raise MountError("the mount belongs to another user", hint="be that user") from error
     except (ConnectionError, ValueError) as error:
         raise ProtocolError(f"the mount process answered nonsense or broke off: {error}") from error
     raise ProtocolError("the mount process broke off before it answered")

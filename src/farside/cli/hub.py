@@ -204,9 +204,13 @@ def invite(
     if expires <= 0:
         raise UsageError("--expires must be longer than 0")
     where = parse_endpoint(address) if address else Endpoint(host_name(), DEFAULT_PORT)
-    token = state.invite(
-        state_dir or default_hub_state_dir(), parse_portal_name(portal), expires_s=expires, address=str(where)
-    )
+    directory = state_dir or default_hub_state_dir()
+    token = state.invite(directory, parse_portal_name(portal), expires_s=expires, address=str(where))
+    served = state.portal_names(directory)
+    if served and portal not in served:
+        click.echo(
+            f"farside: portal {portal!r} was never served yet; there are {', '.join(served)}", err=True
+        )
     if as_json:
         click.echo(
             json.dumps(

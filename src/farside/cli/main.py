@@ -16,7 +16,7 @@ from typing import ClassVar, NamedTuple
 import click
 
 from farside import __version__
-from farside.errors import EXIT_FAILED, FarsideError
+from farside.errors import EXIT_FAILED, FarsideError, printable
 
 EXIT_INTERRUPTED = 130
 
@@ -131,6 +131,9 @@ def explain(error: Exception) -> tuple[str, int]:
     if isinstance(error, FarsideError):
         return str(error), error.exit_code
     if isinstance(error, OSError):
-        return str(error), EXIT_FAILED
+        where = (
+            f" [{printable(os.fsencode(error.filename))}]" if isinstance(error.filename, str | bytes) else ""
+        )
+        return (f"{error.strerror}{where}" if error.strerror else str(error)), EXIT_FAILED
     what = f"internal error, please report it: {type(error).__name__}: {error}"
     return f"{what} (`farside --debug …` shows the traceback)", EXIT_FAILED

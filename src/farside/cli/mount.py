@@ -134,7 +134,8 @@ def _detach(path: Path) -> bool:
             return False
         detach(str(path), lazy=True)
     except OSError as error:
-        raise MountError(f"cannot unmount: {error.strerror or error}", path=str(path)) from error
+        why = (error.strerror or str(error)).removeprefix("cannot unmount: ")
+        raise MountError(f"cannot unmount: {why}", path=str(path)) from error
     return True
 
 

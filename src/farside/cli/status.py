@@ -10,10 +10,13 @@ from typing import Any
 
 import click
 
-from farside.cli.control_client import RequestFailed, call, find, sockets
+from farside.cli.control_client import call, find, sockets
+from farside.cli.main import EXIT_INTERRUPTED
+from farside.cli.mounttable import farside_mounts
 from farside.cli.options import DIRECTORY, DURATION, examples, json_option
-from farside.errors import MountError
-from farside.units import format_duration, format_rate, format_size
+from farside.config import control_socket
+from farside.errors import FarsideError
+from farside.units import format_count, format_duration, format_rate, format_size
 
 REASONS = ("demand", "planned", "readahead", "fill", "metadata")
 
@@ -21,7 +24,7 @@ REASONS = ("demand", "planned", "readahead", "fill", "metadata")
 @click.command(
     epilog=examples(
         """
-farside status                        # every mount of this machine
+farside status                        # every mount of this user
 farside status /mnt/c4
 farside status /mnt/c4 --watch        # again every second, with rates
 farside status /mnt/c4 --json | jq .link_bytes
@@ -52,19 +55,21 @@ def status(path: Path | None, as_json: bool, watch: bool, interval: float) -> in
         if not watch:
             return 0
         before = {s["mountpoint"]: s for s in found}
-        time.sleep(max(0.05, interval - (time.monotonic() - began)))
+        try:
+            time.sleep(max(0.05, interval - (time.monotonic() - began)))
+        except KeyboardInterrupt:  # the way to end it
+            return EXIT_INTERRUPTED
 
 
 def _all() -> list[dict[str, Any]]:
     """The status of every mount that answers; the others are named on stderr."""
     found = []
+    places = {control_socket(mountpoint): mountpoint for mountpoint in farside_mounts()}
     for address in sockets():
         try:
             found.append(call(address, "status", silence_s=10.0))
-        except RequestFailed:
-            raise
-        except MountError as error:
-            click.echo(f"farside: {address}: {error}", err=True)
+        except FarsideError as error:
+            click.echo(f"farside: {places.get(address, address)}: {error}", err=True)
     return found
 
 
@@ -149,8 +154,10 @@ def _cache(cache: dict[str, Any]) -> str:
     if limit:
         text += f" ({_percent(used / limit)})"
     if cache.get("files") is not None:
-        text += f", {cache['files']:,} files"
+        text += f", {format_count(cache['files'], 'file')}"
     text += f" in {cache.get('dir')}"
+    if cache.get("pinned_files"):
+        text += f", {cache['pinned_files']:,} pinned"
     if cache.get("evicted_bytes"):
         text += f", evicted {format_size(cache['evicted_bytes'])}"
     if cache.get("corrupt_chunks"):
@@ -162,7 +169,8 @@ def _cache(cache: dict[str, Any]) -> str:
 
 def _names(names: dict[str, Any]) -> str:
     dirs = names.get("dirs", 0)
-    text = f"{names.get('entries', 0):,} names in {dirs:,} {'directory' if dirs == 1 else 'directories'}"
+    text = format_count(names.get("entries", 0), "name")
+    text += f" in {dirs:,} {'directory' if dirs == 1 else 'directories'}"
     return text + (", complete" if names.get("synced") else ", still coming")
 
 

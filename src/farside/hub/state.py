@@ -147,6 +147,11 @@ class HubState:
             self._db.execute("INSERT INTO portals VALUES (?,?,?,?)", (*key, made))
             return made
 
+    def portal_names(self) -> list[str]:
+        """Names under which portals were ever served."""
+        with self._lock:
+            return [row[0] for row in self._db.execute("SELECT DISTINCT name FROM portals ORDER BY name")]
+
     def counters(self, portal_id: bytes) -> dict[tuple[int, int], int]:
         """(device, inode) -> change counter."""
         with self._lock:
@@ -307,6 +312,12 @@ def invite(
             expires=int(expires),
         )
     )
+
+
+def portal_names(directory: Path | str) -> list[str]:
+    """Names under which portals were ever served; raises as ``invite``."""
+    with _opened(Path(directory)) as state:
+        return state.portal_names()
 
 
 def spokes(directory: Path | str) -> list[Spoke]:

@@ -67,7 +67,11 @@ async def connect(
                         raise clock_error(skew, hub) from error
                 raise
     except TimeoutError as error:
-        raise HubUnreachable(f"no answer within {timeout:g} s", hub=hub) from error
+        raise HubUnreachable(
+            f"no answer within {timeout:g} s",
+            hub=hub,
+            hint="check address, port and firewall; is a hub there?",
+        ) from error
     except ssl.SSLError as error:
         raise tls_error(error, hub) from error
     except OSError as error:

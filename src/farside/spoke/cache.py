@@ -40,6 +40,7 @@ from farside.spoke.health import DiskHealth
 from farside.spoke.keeper import Keeper
 from farside.spoke.sidecar import CacheKey, digest_of_key
 from farside.spoke.space import Space, chunk_cost, file_cost
+from farside.units import format_size
 
 MAX_HANDLES = 2048
 """Data files kept open at most; also at most a quarter of RLIMIT_NOFILE."""
@@ -142,10 +143,11 @@ class ChunkCache:
             total = stat.f_blocks * stat.f_frsize
             if total and size_limit > total:
                 raise CacheError(
-                    f"cache size of {size_limit} bytes is larger than the disk, which has {total}",
+                    f"cache size of {format_size(size_limit)} is larger than the disk, "
+                    f"which has {format_size(total)}",
                     path=opened.path,
                     errno=errno.ENOSPC,
-                    hint=f"give it {int(total * (1 - reserve))} bytes or less",
+                    hint=f"give it {int(total * (1 - reserve)) >> 20}M or less",
                 )
             space = Space(size_limit, slack, reserve)
             if opened.fresh:
@@ -225,6 +227,9 @@ class ChunkCache:
             if not file.passthroughs:
                 self.sieve.unpark(file.digest)
         self.keeper.pins_changed()
+
+    def is_pinned(self, file: CachedFile) -> bool:
+        return file.digest in self.pins
 
     def evict(self, file: CachedFile) -> int:
         """Drops all of a file that is not pinned, even while it is open; returns the bytes given up."""

@@ -27,6 +27,7 @@ from farside.spoke.disk import DiskIO, read_all, write_atomically
 
 FORMAT = 1
 FORMAT_FILE = "farside-cache.json"
+NAMESPACE_DB = "namespace.db"
 SEALED = 0o100
 """Mode bit of a data file that the kernel may have mapped (passthrough): it is unlinked, never punched.
 
@@ -148,7 +149,9 @@ class CacheDirectory:
 
     def forget(self) -> None:
         """Deletes small files and empty directories of a cache whose contents are gone; the lock stays."""
-        for name in ("ledger", "ledger.tmp", "pins", "pins.tmp", FORMAT_FILE, f"{FORMAT_FILE}.tmp"):
+        names = [f"{name}{end}" for name in ("ledger", "pins", FORMAT_FILE) for end in ("", ".tmp")]
+        names += [f"{NAMESPACE_DB}{end}" for end in ("", "-wal", "-shm", "-journal")]
+        for name in names:
             try:
                 self.disk.unlink(os.path.join(self.path, name))
             except FileNotFoundError:

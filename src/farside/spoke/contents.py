@@ -26,6 +26,8 @@ BATCH = 64
 """Files whose side-cars are looked at together."""
 
 PROGRESS_S = 0.2
+AWAY_S = 1.0
+"""How often ``warm`` looks whether the hub is away."""
 
 Progress = Callable[[dict[str, Any]], None]
 
@@ -97,11 +99,14 @@ async def warm(
     Returns:
         ``files`` that are cached (or would be) and ``bytes`` that crossed for it (or would),
         ``bytes_total`` of the selection, ``seconds`` (taken, or estimated; None when the link's rate is not
-        known yet), ``skipped`` files.
+        known yet), ``skipped`` files; ``stopped`` before the end by "limit" or "cache", else "", and
+        ``left``, the files behind that end. A file with several names counts once.
+
+    Raises:
+        HubUnreachable: the hub is away for longer than a read would wait.
     """
     begun = time.monotonic()
-    room = spoke.cache.limit if limit is None else min(limit, spoke.cache.limit)  # or it would evict itself
-    state = _Warming(spoke, selection, room, dry_run)
+    state = _Warming(spoke, selection, limit, dry_run)
     await state.count()
     ticker = asyncio.get_running_loop().create_task(state.report(progress))
     try:
@@ -118,7 +123,20 @@ async def warm(
         "bytes_total": state.bytes if dry_run else state.bytes_total,
         "seconds": estimate if dry_run else time.monotonic() - begun,
         "skipped": state.skipped,
+        "stopped": state.stopped,
+        "left": state.files_total - state.files if state.stopped else 0,
     }
+
+
+async def _once(spoke: Spoke, selection: Selection) -> AsyncIterator[tuple[bytes, Attr]]:
+    """``files_below``, but each file under the first of its names only."""
+    linked: set[bytes] = set()
+    async for path, attr in files_below(spoke, selection):
+        if attr.nlink > 1:
+            if attr.version in linked:
+                continue
+            linked.add(attr.version)
+        yield path, attr
 
 
 class _Warming:
@@ -128,20 +146,23 @@ class _Warming:
         files, bytes: done so far, whether they had to be fetched or not; of ``files_total``, ``bytes_total``.
         crossed: bytes that crossed the link for it; with ``dry_run``, that would.
         skipped: files that are not wholly cached although nothing more will come of them.
+        stopped: why it ended before the last file: "limit" or "cache".
     """
 
-    def __init__(self, spoke: Spoke, selection: Selection, room: int, dry_run: bool) -> None:
+    def __init__(self, spoke: Spoke, selection: Selection, limit: int | None, dry_run: bool) -> None:
         self.spoke, self.selection, self.dry_run = spoke, selection, dry_run
         self.files_total = self.bytes_total = 0
         self.files = self.bytes = self.crossed = self.skipped = 0
-        self._room = room
+        self.stopped = ""
+        self._limit = limit
+        self._cache_left = spoke.cache.limit
         self._in_work = 0
         self._active: dict[CachedFile, int] = {}
         self._freed = asyncio.Event()
 
     async def count(self) -> None:
         """How much there is, from what is known of the names alone."""
-        async for _, attr in files_below(self.spoke, self.selection):
+        async for _, attr in _once(self.spoke, self.selection):
             self.files_total += 1
             self.bytes_total += attr.size
             if self.files_total % 1024 == 0:
@@ -150,24 +171,48 @@ class _Warming:
     async def run(self) -> None:
         try:
             async with asyncio.TaskGroup() as group:
-                batch: list[CachedFile] = []
-                async for path, attr in files_below(self.spoke, self.selection):
-                    batch.append(self.spoke.cached_file(path, attr))
-                    if len(batch) == BATCH:
-                        if not await self._take_up(batch, group):
-                            return
-                        batch = []
-                await self._take_up(batch, group)
+                guard = group.create_task(self._guard())
+                await self._walk(group)
+                while self._active:
+                    self._freed.clear()
+                    await self._freed.wait()
+                guard.cancel()
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
+
+    async def _guard(self) -> None:
+        """A hub that is away is waited for as long as a read would wait.
+
+        Raises:
+            HubUnreachable: it stays away.
+        """
+        while True:
+            await asyncio.sleep(AWAY_S)
+            await self.spoke.link.wait_up(self.spoke.config.timeout_s)
+
+    async def _walk(self, group: asyncio.TaskGroup) -> None:
+        batch: list[CachedFile] = []
+        async for path, attr in _once(self.spoke, self.selection):
+            batch.append(self.spoke.cached_file(path, attr))
+            if len(batch) == BATCH:
+                if not await self._take_up(batch, group):
+                    return
+                batch = []
+        await self._take_up(batch, group)
 
     async def _take_up(self, batch: list[CachedFile], group: asyncio.TaskGroup) -> bool:
         """Begin to fetch what is missing of some files; False when there is no room for more."""
         missing_of = await asyncio.gather(*(_missing_bytes(self.spoke, file) for file in batch))
         for file, missing in zip(batch, missing_of, strict=True):
-            if missing > self._room:
+            if self._limit is not None and missing > self._limit:
+                self.stopped = "limit"
+            elif file.size > self._cache_left:  # or it would evict what it has just brought
+                self.stopped = "cache"
+            if self.stopped:
                 return False
-            self._room -= missing
+            if self._limit is not None:
+                self._limit -= missing
+            self._cache_left -= file.size
             if self.dry_run or not missing:
                 self.files += 1
                 self.bytes += file.size
@@ -190,14 +235,16 @@ class _Warming:
             self.crossed += max(0, missing - left)
             self.bytes += file.size - left
             self.files += 1
+        except asyncio.CancelledError:
+            self.spoke.fetcher.cancel_prefetch(file)  # or all of it would still come
+            raise
         finally:
             del self._active[file]
             self._in_work -= missing
             self._freed.set()
 
     async def _fill(self, file: CachedFile) -> int:
-        """Fetch what is missing of a file; the bytes that are still missing when nothing more will come.
-        A link that went away is waited for as long as a read would wait."""
+        """Fetch what is missing of a file; the bytes that are still missing when nothing more will come."""
         while True:
             await self.spoke.fetcher.complete(file, 0, file.chunks - 1, Reason.PLANNED)
             left = await _missing_bytes(self.spoke, file)
@@ -220,6 +267,7 @@ class _Warming:
                     "bytes": self.bytes + come,
                     "bytes_total": self.bytes_total,
                     "rate": (self.crossed + come) / max(1e-3, time.monotonic() - begun),
+                    "away": not self.spoke.link.up,
                 }
             )
 
@@ -246,13 +294,16 @@ async def _each(spoke: Spoke, path: bytes, act: Callable[[CachedFile], None]) ->
 
 
 async def evict(spoke: Spoke, path: bytes) -> dict[str, Any]:
-    """Drop files from the cache now. ``bytes`` is what became free; files in passthrough stay till closed."""
-    files = freed = 0
+    """Drop files from the cache now. ``bytes`` is what became free; files in passthrough stay till closed.
+    ``pinned`` files are kept, and not among ``files``."""
+    files = freed = pinned = 0
     async for child, attr in files_below(spoke, Selection(path)):
         file = spoke.cached_file(child, attr)
         await spoke.load(file)
-        if file.present:
+        if spoke.cache.is_pinned(file):
+            pinned += 1
+        elif file.present:
             spoke.fetcher.cancel_prefetch(file)
             freed += spoke.cache.evict(file)
             files += 1
-    return {"files": files, "bytes": freed}
+    return {"files": files, "bytes": freed, "pinned": pinned}

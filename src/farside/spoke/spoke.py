@@ -28,6 +28,7 @@ from farside.protocol.sockets import choose_congestion
 from farside.protocol.tls import spoke_context
 from farside.spoke.cache import ChunkCache
 from farside.spoke.cachedfile import CachedFile
+from farside.spoke.cachedir import NAMESPACE_DB
 from farside.spoke.directory import split
 from farside.spoke.fetch import Fetcher
 from farside.spoke.link import Link
@@ -35,7 +36,6 @@ from farside.spoke.namespace import Invalidated, Namespace
 from farside.spoke.sidecar import CacheKey
 from farside.spoke.store import Store
 
-NAMESPACE_DB = "namespace.db"
 SLOW_DISK_S = 3.0
 """A cache disk that does not answer for so long is read through."""
 
