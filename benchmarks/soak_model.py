@@ -24,6 +24,11 @@ from farside.bench import machine
 NAME = "wrong_bytes"
 PEERS = "every peer tried mixed old and new bytes after an overwrite"
 
+FULL_S = 3600.0
+"""The figure asks for an hour; a shorter run is recorded as what it is, and does not meet it."""
+
+SHORT = "only %.1f minutes of the hour that the figure asks for"
+
 
 def record(report: Report) -> None:
     """Write the figure; it passes only when nothing else failed either."""
@@ -33,8 +38,8 @@ def record(report: Report) -> None:
         "unit": "wrong reads",
         "target": 0,
         "better": "less",
-        "pass": not report.wrong and not report.failures,
-        "compared_with": PEERS,
+        "pass": not (report.wrong or report.failures) and report.seconds >= FULL_S,
+        "compared_with": PEERS if report.seconds >= FULL_S else f"{SHORT % (report.seconds / 60)}; {PEERS}",
         "repeats": 1,
         "spread": 0,
         "values": [len(report.wrong)],
