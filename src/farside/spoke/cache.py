@@ -154,7 +154,7 @@ class ChunkCache:
                 opened.write_ledger(0)
             bound = opened.read_ledger()
             space.unscanned = size_limit if bound is None else bound
-            space.sample(stat, 0)
+            space.sample(stat, 0, space.reserved, space.files)
             cache = cls(opened, space, disk, slow_s=slow_s)
         except OSError as error:
             opened.close()

@@ -281,10 +281,10 @@ class Keeper:
         """Looks how much the file system has left."""
         cache = self._cache
         with cache.lock:
-            pending = cache.pending_bytes
+            pending, reserved, files = cache.pending_bytes, cache.space.reserved, cache.space.files
         stat = cache.disk.statvfs(cache.directory.path)
         with cache.lock:
-            cache.space.sample(stat, min(pending, cache.pending_bytes))
+            cache.space.sample(stat, min(pending, cache.pending_bytes), reserved, files)
 
     def _trim(self) -> None:
         """Gives space back when others need it, or when the limit was lowered."""

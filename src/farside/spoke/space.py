@@ -96,13 +96,17 @@ class Space:
         self.files += count
         self.unscanned = max(0, self.unscanned - count)
 
-    def sample(self, stat: os.statvfs_result, pending: int) -> None:
-        """Takes over what statvfs says; ``pending`` bytes are evicted but not deleted yet."""
+    def sample(self, stat: os.statvfs_result, pending: int, reserved: int, files: int) -> None:
+        """Takes over what statvfs says; ``pending`` bytes are evicted but not deleted yet.
+
+        ``reserved`` and ``files`` are as before statvfs was asked: what came since is not in its answer.
+        """
+        since = max(0, self.files + self.reserved - files - reserved)
         total = stat.f_blocks * stat.f_frsize
         if total == 0:
             self.free = None  # some file systems do not say; the limit still holds
         else:
             kept = int(total * self.reserve)
-            self.free = stat.f_bavail * stat.f_frsize + pending - kept - self.reserved
+            self.free = stat.f_bavail * stat.f_frsize + pending - kept - reserved - since
         # 0 inodes in total means "not limited" (btrfs and others), not "full"
         self.inodes_low = stat.f_files > 0 and stat.f_favail < max(8, stat.f_files // 200)
